@@ -17,7 +17,7 @@ from fedveil.errors import BadArgument
 from fedveil.graph.inputs import Inputs, call
 from fedveil.graph.outputs import Output, choose_output
 from fedveil.scheme.losses import Loss, find_loss
-from fedveil.scheme.outputs import values
+from fedveil.scheme.outputs import loss_values
 
 CLASSES, SAMPLES = 10, 3
 NMS = "Tensor dets, Tensor scores, float iou_threshold"
@@ -124,7 +124,7 @@ def worst_error(
     names = [entry.name for entry in plan.layout.trainable]
     chosen: Loss = find_loss(loss)
     torch.manual_seed(1)
-    value = values(chosen, call(view, inputs), targets).mean()
+    value = loss_values(chosen, call(view, inputs), targets).mean()
     true = torch.autograd.grad(value, [model.get_parameter(name) for name in names], allow_unused=True)
     return max(_errors(found, dict(zip(names, true, strict=True))))
 

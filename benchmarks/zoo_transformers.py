@@ -21,11 +21,11 @@ from torch.utils import _pytree as pytree
 
 import fedveil
 from benchmarks.zoo import BOUND
-from fedveil.graph.export import GROUPED, multiply_groups
+from fedveil.graph.export import GROUPED_PRODUCTS, multiply_groups
 from fedveil.graph.inputs import Inputs, call, each
 from fedveil.graph.outputs import choose_output
 from fedveil.scheme.losses import Loss, find_loss
-from fedveil.scheme.outputs import values
+from fedveil.scheme.outputs import loss_values
 
 LIST = Path(__file__).with_suffix(".toml")
 SIZE, SAMPLES, TOKENS = 32, 3, 12
@@ -146,7 +146,7 @@ class InFloat64(TorchFunctionMode):
     ) -> object:
         """Call the function with float64 in place of float32."""
         func = Tensor.double if func is Tensor.float else func
-        func = multiply_groups if getattr(func, "__name__", "") in GROUPED else func  # has no float64
+        func = multiply_groups if getattr(func, "__name__", "") in GROUPED_PRODUCTS else func  # has no float64
 
         def change(leaf: object) -> object:
             return torch.float64 if leaf is torch.float32 else leaf
@@ -214,7 +214,7 @@ def _worst_error(model: nn.Module, inputs: Inputs, output: str | None, loss: str
     names = [entry.name for entry in plan.layout.trainable]
     objective: Loss = find_loss(loss)
     own = copy.deepcopy(view)
-    value = values(objective, call(own, inputs), targets).mean()
+    value = loss_values(objective, call(own, inputs), targets).mean()
     true = torch.autograd.grad(value, [own.get_parameter(name) for name in names], allow_unused=True)
     found = _recover(model, plan, inputs, loss, targets)
     known = {name: found[name] * 0 if own is None else own for name, own in zip(names, true, strict=True)}

@@ -129,8 +129,8 @@ def perturb_known(model, plan, loss="squared_error", **settings):
     """Perturb a model once, and tell the noise."""
     session = fedveil.Veil(keep_noise=True, **settings).start(plan, loss)
     perturbation = session.perturb(model)
-    assert session._reserve.kept
-    units, head = session._reserve.kept
+    assert session._reserve.kept_noise
+    units, head = session._reserve.kept_noise
     assert head
     return Known(perturbation, units, head)
 

@@ -158,7 +158,7 @@ REGISTRIES = {
     "defences/registry.py": {"_RECORDS"},
     "graph/calls.py": {"RULES"},
     "graph/guards.py": {"_CHECKED"},
-    "graph/outputs.py": {"_VIEWED"},
+    "graph/outputs.py": {"_ORIGINALS"},
 }
 
 

@@ -119,7 +119,7 @@ def test_flags_toml_and_a_pasted_command_mean_the_same(houses):
         ([*TABLE, "--loss", "cross_entropy"], ["cross_entropy compares classes, but the model has one output"]),
         ([*TABLE, "--label-smoothing", "0.1"], ["label_smoothing does not apply to squared_error", "leave it out"]),
         ([*TABLE, "--target", "region", "--loss", "binary_cross_entropy"], ["has one class", "--loss cross_entropy"]),
-        (["--data", f"{HERE}:part"], ["it is a dict, not records with their targets"]),
+        (["--data", f"{HERE}:part"], ["expected records and their targets, got a dict"]),
         (["--data", f"{HERE}:pairs"], ["mlp takes one floating-point tensor"]),
         (
             ["--data", f"{HERE}:apart"],

@@ -66,12 +66,12 @@ def test_records_stay_together_when_some_are_taken():
 @pytest.mark.parametrize(
     ("given", "texts"),
     [
-        ([((IDS[0], torch.tensor([torch.nan])), 0)], [", record 0: inputs[1] contain NaN"]),
+        ([((IDS[0], torch.tensor([torch.nan])), 0)], [", record 0: found NaN or infinity in inputs[1]"]),
         ([], [": there are no records"]),
         ([(torch.zeros(2), -1)], [": targets range from -1"]),
-        ((IDS, HUGE), [", record 0: targets contain a number that is infinite in torch.float32"]),
-        ((HUGE, LABELS), [", record 0: inputs contain a number that is infinite in torch.float32"]),
-        (PAIRS, [": inputs is integer of shape (3,), but that of mine.train is float"]),
+        ((IDS, HUGE), [", record 0: found a number that is infinite in torch.float32 in targets"]),
+        ((HUGE, LABELS), [", record 0: found a number that is infinite in torch.float32 in inputs"]),
+        (PAIRS, [": expected inputs to be float of shape (3,), as for mine.train, got integer"]),
     ],
 )
 def test_records_that_cannot_be_read_are_refused(given, texts):
@@ -106,10 +106,10 @@ INPUTS, TARGETS = torch.zeros(3, 2), torch.zeros(3, 1)
 @pytest.mark.parametrize(
     ("inputs", "targets", "more", "text"),
     [
-        (INPUTS[:0], TARGETS[:0], {}, "x.train: there are 0 records in inputs"),
+        (INPUTS[:0], TARGETS[:0], {}, "x.train: inputs has 0 records"),
         (INPUTS.to(torch.complex64), TARGETS, {}, "x.train: inputs has dtype torch.complex64"),
         ({"age": INPUTS.double()}, TARGETS, {}, "x.train: inputs['age'] has dtype torch.float64"),
-        (INPUTS, TARGETS[:2], {}, "x.train: there are 3 records in inputs and 2 targets"),
+        (INPUTS, TARGETS[:2], {}, "x.train: inputs has 3 records, but there are 2 targets"),
         (INPUTS, TARGETS, {"classes": ("a",)}, "use torch.int64 targets of shape (records,)"),
         (INPUTS, torch.tensor([0, 1, 5]), {"classes": ("a", "b")}, "targets range from 0 to 5, but there are 2"),
         (

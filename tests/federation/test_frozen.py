@@ -149,7 +149,7 @@ def test_local_parameters_are_not_perturbed_and_the_plan_says_so():
     plan = fedveil.analyse(net, inputs, frozen="local")
     assert {entry.name for entry in plan.layout.trainable} == TRAINED
     assert plan.layout.parameters == sum(net.get_parameter(name).numel() for name in TRAINED)
-    assert "clients have 160 more: they are frozen" in str(plan)
+    assert "clients already have 160 more, which are frozen" in str(plan)
     assert plan.coverage == 1.0  # the rank space, and the head's offset
     perturbation = Veil(frozen="local").perturb(net, plan, "cross_entropy")
     sent = perturbation.broadcast.parameters

@@ -11,7 +11,7 @@ from tests.oracle import worst
 from fedveil.errors import TooFewAnswers
 from fedveil.federation.progress import describe_round
 from fedveil.secagg import Hello, Party, masks, threshold
-from fedveil.secagg.masks import PRIME, SEED, WIDTH, split_seed
+from fedveil.secagg.masks import PRIME, SEED_SIZE, SHARE_SIZE, split_seed
 from fedveil.secagg.messages import RevealReply, SettleReply, Upload
 
 ROUNDS = 4
@@ -66,7 +66,7 @@ class Liar(Party):
 
     def change_reply(self, data, **changes):
         """A reply to a settle with other values."""
-        outside = (len(data) - 8 - int.from_bytes(data[:8], "little") - 64) // SEED
+        outside = (len(data) - 8 - int.from_bytes(data[:8], "little") - 64) // SEED_SIZE
         return replace(SettleReply.from_bytes(data, outside), **changes).to_bytes()
 
     def complain(self, message, own, choose):
@@ -118,7 +118,7 @@ class OutsideTheField(Liar):
     """It deals shares that are not in the field, whose hashes are right."""
 
     def lie_in_upload(self, sent, names):
-        shares = {place: b"\xff" * WIDTH for place in range(len(names))}
+        shares = {place: b"\xff" * SHARE_SIZE for place in range(len(names))}
         return with_shares(self, sent, names, shares)
 
 
@@ -158,7 +158,7 @@ class OtherPolynomial(Liar):
     """It deals shares of another seed than it masks with and commits to."""
 
     def lie_in_upload(self, sent, names):
-        return with_shares(self, sent, names, split_seed(bytes([1]) * SEED, threshold(len(names)), len(names)))
+        return with_shares(self, sent, names, split_seed(bytes([1]) * SEED_SIZE, threshold(len(names)), len(names)))
 
 
 class BadShares(Liar):
@@ -226,7 +226,9 @@ class WrongRevealer(Liar):
 
     def reveal(self, message):
         found = RevealReply.from_bytes(super().reveal(message))
-        wrong = {d: ((int.from_bytes(s, "big") + 1) % PRIME).to_bytes(WIDTH, "big") for d, s in found.shares.items()}
+        wrong = {
+            d: ((int.from_bytes(s, "big") + 1) % PRIME).to_bytes(SHARE_SIZE, "big") for d, s in found.shares.items()
+        }
         return RevealReply(found.context, wrong).to_bytes()
 
 

@@ -13,7 +13,7 @@ from fedveil.defences import PPDL, Veil
 from fedveil.errors import BadArgument
 from fedveil.federation.evaluate import metrics
 from fedveil.scheme import SquaredError, find_loss
-from fedveil.scheme.outputs import class_axis, head_axis, output_gradient, values
+from fedveil.scheme.outputs import class_axis, head_axis, loss_values, output_gradient
 
 RATE = 0.05
 
@@ -94,7 +94,7 @@ def test_smoothing_weights_and_probabilities_go_by_the_class_axis(case):
         expected = summed(outputs, targets, weight=torch.tensor(weight).double(), label_smoothing=0.1)
         (gradient,) = torch.autograd.grad(expected, outputs)
         torch.testing.assert_close(output_gradient(loss, outputs.detach(), targets, axis), gradient)
-        torch.testing.assert_close(values(loss, outputs.detach(), targets, axis).sum(), expected.detach())
+        torch.testing.assert_close(loss_values(loss, outputs.detach(), targets, axis).sum(), expected.detach())
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -18,7 +18,7 @@ from fedveil.federation.client import ClientSession
 from fedveil.federation.record_sums import RecordRound
 from fedveil.federation.sums import Sums
 from fedveil.secagg import exponent
-from fedveil.secagg.messages import HEAD
+from fedveil.secagg.messages import HEAD_WORDS
 
 
 class WholeNumbers(nn.Module):
@@ -248,7 +248,7 @@ def choose_exponents_by_data(monkeypatch):
     layout, aggregate, sizes = Sums.layout, Sums.aggregate, [1.0]
 
     def measure(self, defence_round, total, opening):
-        sizes[0] = float(np.abs(total[HEAD:].view(np.int64)).max())
+        sizes[0] = float(np.abs(total[HEAD_WORDS:].view(np.int64)).max())
         return aggregate(self, defence_round, total, opening)
 
     def choose(self, defence_round, clients):

@@ -23,7 +23,7 @@ from fedveil.federation.protocol import MaskedAnswer, Request, SecureTerms, read
 from fedveil.privacy.accounting import composed_epsilon, filtered_epsilon
 from fedveil.privacy.ledger import PrivacyLedger
 from fedveil.privacy.samplers import SCALE
-from fedveil.secagg.messages import HEAD, Upload
+from fedveil.secagg.messages import HEAD_WORDS, Upload
 from fedveil.secagg.policy import PrivacyLimits
 from fedveil.wire import as_bytes, read_kind
 
@@ -214,7 +214,7 @@ def hide_words(reply):
     if read_kind(reply) == "step":
         return reply
     data = as_bytes("answer", read(reply, MaskedAnswer, 1).tensors, "upload")
-    upload = Upload.from_bytes(data, 5, HEAD + sum(own.numel() for own in net().parameters()))
+    upload = Upload.from_bytes(data, 5, HEAD_WORDS + sum(own.numel() for own in net().parameters()))
     return upload.context, upload.commitments, upload.hashes, upload.sealed, len(data)
 
 

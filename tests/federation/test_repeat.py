@@ -130,7 +130,7 @@ def test_a_model_of_the_users_own_loads_where_its_code_is_trusted(at, capsys):
         ),
         (lambda run: (run / "model.safetensors").write_bytes(b"torn"), "is damaged"),
         (shutil.rmtree, r"model\.safetensors: there is no model: there is no such folder"),
-        (lambda run: (run / "encoding.json").unlink(), r"there is no encoding\.json in it"),
+        (lambda run: (run / "encoding.json").unlink(), r"encoding\.json is missing in this folder"),
         (
             lambda run: (run / "encoding.json").write_text((run / "encoding.json").read_text().replace("[64]", "[63]")),
             "its values belong to another model",

@@ -163,7 +163,7 @@ BAD = [math.nan, math.inf, -math.inf]
 @pytest.mark.parametrize("value", BAD)
 @pytest.mark.parametrize("place", PLACES)
 def test_records_that_are_not_finite_are_refused_with_their_client_and_number(place, value):
-    with pytest.raises(BadArgument, match=f"client 2, record 5: {place} contain NaN or infinity"):
+    with pytest.raises(BadArgument, match=f"client 2, record 5: found NaN or infinity in {place}"):
         Federation(small(), changed(PLACES[place], 2, 5, value), "plain")
 
 
@@ -172,7 +172,7 @@ def test_records_that_are_not_finite_are_refused_with_their_client_and_number(pl
 def test_records_of_streams_are_refused_when_they_are_read_and_by_the_number_of_their_client(place, fuse):
     streams = [Records(*own) for own in changed(PLACES[place], 2, 5, math.nan)]
     run = Federation(small(), streams, "plain", batch_size=3, fuse=fuse)
-    with pytest.raises(BadArgument, match=f"client 2, record 5: {place} contain NaN or infinity"):
+    with pytest.raises(BadArgument, match=f"client 2, record 5: found NaN or infinity in {place}"):
         run.fit(1)
 
 
@@ -180,7 +180,7 @@ def test_records_of_streams_are_refused_when_they_are_read_and_by_the_number_of_
 @pytest.mark.parametrize("place", PLACES)
 def test_numbers_that_are_infinite_in_the_dtype_of_the_model_are_refused(place, stream):
     data = changed(PLACES[place], 2, 5, 1e300, torch.float64)
-    text = rf"(?s)client 2, record 5: {place} contain a number that is infinite in torch.float32.*Fix: scale"
+    text = rf"(?s)client 2, record 5: found a number that is infinite in torch.float32 in {place}.*Fix: scale"
     with pytest.raises(BadArgument, match=text):
         Federation(small(), [Records(*own) for own in data] if stream else data, "plain").fit(1)
     Federation(small(torch.float64), data, "plain")
@@ -248,10 +248,13 @@ def federation(clients=CLIENTS, defence="plain", model=None, **options):
 
 
 REFUSED = {
-    "a loader for all clients": (lambda: federation(DataLoader(PAIRS, 8, shuffle=True)), "is a DataLoader, not a list"),
-    "a dataset for all clients": (lambda: federation(PAIRS), r"is a TensorDataset(?s:.*)\[client\] for one client"),
-    "an array for all clients": (lambda: federation(X.numpy()), "clients is a ndarray, not a list of clients"),
-    "clients by name": (lambda: federation(dict(enumerate(CLIENTS))), r"is a dict(?s:.*)list\(clients.values\(\)\)"),
+    "a loader for all clients": (
+        lambda: federation(DataLoader(PAIRS, 8, shuffle=True)),
+        "must be a list of clients, got DataLoader",
+    ),
+    "a dataset for all clients": (lambda: federation(PAIRS), r"got TensorDataset(?s:.*)\[client\] for one client"),
+    "an array for all clients": (lambda: federation(X.numpy()), "clients must be a list of clients, got ndarray"),
+    "clients by name": (lambda: federation(dict(enumerate(CLIENTS))), r"got dict(?s:.*)list\(clients.values\(\)\)"),
     "a list of clients to test": (lambda: federation().fit(1, test=CLIENTS), "^test data: .*(?s:.*)torch.cat"),
     "two clients in one": (lambda: federation([CLIENTS]), "^client 0: .*records of several clients"),
     "a class for a defence": (

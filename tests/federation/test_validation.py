@@ -100,7 +100,7 @@ def test_a_plateau_follows_the_monitored_metric(mode):
         ({"test": None, "monitor": "mse"}, "monitor needs a metric, but there are no held-out data"),
         ({"test": None, "metrics": NEVER["metrics"]}, "metrics needs a metric"),
         ({"track_test": 1}, "track_test must be True or False"),
-        ({"validation": (VALIDATION[0], VALIDATION[1][:3])}, "validation data: there are 30 records"),
+        ({"validation": (VALIDATION[0], VALIDATION[1][:3])}, "validation data: inputs has 30 records"),
         ({"test": (TEST[0], torch.ones(30, 2)), "monitor": "r2"}, "r2 is not defined for these records"),
     ],
 )

@@ -139,7 +139,7 @@ REFUSED = {
         lambda: nn.Sequential(nn.Linear(5, 6), Network(fail)),
         r"1 .Network., test_odd_modules.py:\d+ .*: torch.export .*: 'lost'.\n  Fix: check",
     ),
-    "a layer named like a method": (lambda: named("train"), "torch.export takes its layer 'train' .*Fix: rename"),
+    "a layer named like a method": (lambda: named("train"), "torch.export confuses its layer 'train' .*Fix: rename"),
     "lazy": (stack(kind=lambda _, n: nn.LazyLinear(n)), "0.weight: it has no shape yet.*Fix: run the model once"),
     "reentrant": (network(rerun(reentrant=True)), "Network: its reentrant checkpoint.*Fix: pass use_reentrant"),
     "meta": (lambda: nn.Linear(5, 3, device="meta"), "analyse: weight is on the meta device.*Fix: load"),

@@ -83,10 +83,10 @@ def test_a_wrong_choice_changes_the_gradients():
         ),
         (lambda y, h: (y, h), None, "several floating-point tensors: 0, 1"),
         (lambda y, h: {"loss": y.sum()}, None, "no floating-point tensor"),
-        (lambda y, h: {"logits": y}, "start_logits", "no floating-point tensor 'start_logits', but with logits"),
+        (lambda y, h: {"logits": y}, "start_logits", "without 'start_logits', but with logits"),
         (lambda y, h: {"logits": y}, lambda found: found, "a dict, not one tensor"),
-        (lambda y, h: y, 3, "not a name or a function"),
-        (lambda y, h: y, "", "not a name or a function"),
+        (lambda y, h: y, 3, "expected a name or a function"),
+        (lambda y, h: y, "", "expected a name or a function"),
     ],
 )
 def test_an_ambiguous_or_unknown_output_is_refused(wrap, output, text):

@@ -75,7 +75,7 @@ PACKED = (torch.zeros(2, 4, 3), torch.tensor([4, 2]))
         (packed(), PACKED, {}, errors.NotTraceable, r"py:\d+ .*cannot trace packed sequences.*Fix: pass padded"),
         (causal(), torch.zeros(2, 3, 8), {}, errors.NotTraceable, r"py:\d+ .*values of the mask.*Fix: pass is_causal"),
         (Numpy(3, 2), torch.zeros(2, 3), {}, errors.NotTraceable, r"py:\d+ .*calls NumPy.*Fix: use torch fun"),
-        (dense(), torch.tensor(1.0), {}, errors.BadArgument, "analyse: .*contain no tensor, or one without a batch"),
+        (dense(), torch.tensor(1.0), {}, errors.BadArgument, "contain no tensor, or a tensor without a batch"),
         (TwoInputs(), X, EXPOSED, errors.BadArgument, "missing a required argument: 'other'.*Fix: pass positional"),
         (nn.Sequential(nn.LayerNorm(5), nn.ReLU()), X, {}, errors.HeadNotLinear, f"neither a Linear.*{WAY_OUT}"),
         (
@@ -92,10 +92,10 @@ PACKED = (torch.zeros(2, 4, 3), torch.tensor([4, 2]))
             errors.NothingToVeil, r"a veil would change nothing, because 1 \(Softmax\).*Fix:",
         ),
         (dense(), X, {"head": "open"}, errors.BadArgument, "analyse: head must be .linear. or .exposed., got 'open'"),
-        (dense(dtype=torch.float64), X, {}, errors.AnalysisError, "must share one dtype and device, found"),
+        (dense(dtype=torch.float64), X, {}, errors.AnalysisError, "must share one dtype and device, got"),
         (dense().requires_grad_(False), X, {}, errors.AnalysisError, "requires a gradient.*Fix: call req"),
         *[
-            (mlp(5, 3).to(dtype), X.to(dtype), {}, errors.AnalysisError, r"0\.weight: it is torch.*Fix: call model\.fl")
+            (mlp(5, 3).to(dtype), X.to(dtype), {}, errors.AnalysisError, r"0\.weight: it has dtype.*Fix: call model")
             for dtype in (torch.bfloat16, torch.float16)
         ],
         *[

@@ -88,7 +88,7 @@ def test_every_way_gives_the_sum_of_a_loop(kind, loss, way, monkeypatch):
     model, inputs, targets = make(kind)
     numbers = sum(p.numel() for p in model.parameters())
     if way != "default":
-        monkeypatch.setattr(gradients, "find_links", lambda *given: None)
+        monkeypatch.setattr(gradients, "find_layer_paths", lambda *given: None)
     if way == "loop":
         monkeypatch.setattr(gradients, "needs_loop", lambda task: True)
     found = sums(model, loss, inputs, targets, memory=3 * numbers * 32 if way == "chunks" else 2**28)

@@ -11,7 +11,7 @@ from filelock import FileLock
 from fedveil.errors import Aborted, BadArgument
 from fedveil.privacy import ledger
 from fedveil.privacy.accounting import affordable_rounds, composed_epsilon, epsilon, filtered_epsilon, renyi_epsilon
-from fedveil.privacy.ledger import MAX_KINDS, PrivacyLedger
+from fedveil.privacy.ledger import MAX_SETTINGS, PrivacyLedger
 from fedveil.secagg.policy import Policy, PrivacyLimits
 
 SERVER = "ab" * 32
@@ -91,7 +91,7 @@ def test_a_missing_ledger_is_not_an_empty_one(tmp_path):
 
 
 def test_a_locked_ledger_is_an_error_and_not_an_endless_wait(tmp_path, monkeypatch):
-    monkeypatch.setattr(ledger, "WAIT", 0.01)
+    monkeypatch.setattr(ledger, "LOCK_TIMEOUT", 0.01)
     own = PrivacyLedger(tmp_path / "d.ledger", 3.0, 1e-5)
     own.charge(2.0, 0.3)
     with FileLock(tmp_path / "d.ledger.lock"), pytest.raises(BadArgument, match="another process has locked"):
@@ -116,7 +116,7 @@ def test_a_damaged_ledger_ends_the_clients_part(text, tmp_path):
 
 def test_a_server_cannot_fill_the_ledger_with_kinds(tmp_path):
     own = PrivacyLedger(tmp_path / "d.ledger", 900.0, 1e-5, varying=True)
-    rows = [[2.0 + k / 1000, 0.3, 1] for k in range(MAX_KINDS)]
+    rows = [[2.0 + k / 1000, 0.3, 1] for k in range(MAX_SETTINGS)]
     own.path.write_text(json.dumps({"schema": 1, "rounds": rows}))
     with pytest.raises(Aborted, match="different settings"):
         own.charge(9.0, 0.3)

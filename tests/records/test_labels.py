@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from fedveil import Federation
 from fedveil.errors import BadArgument
-from fedveil.records.sources import LABELS, as_source, check_sources
+from fedveil.records.sources import LABEL_NAMES, as_source, check_sources
 
 
 def trained(net, clients, defence="plain", **options):
@@ -18,7 +18,7 @@ def trained(net, clients, defence="plain", **options):
     return torch.nn.utils.parameters_to_vector(run.model.parameters())
 
 
-@pytest.mark.parametrize("label", LABELS)
+@pytest.mark.parametrize("label", LABEL_NAMES)
 def test_every_form_of_the_same_records_trains_the_same_model(label):
     data = Sentences(8, label=label, length=4)
     ids, classes = (torch.tensor([item[name] for item in data.items]) for name in ("input_ids", label))
@@ -49,7 +49,7 @@ def test_a_veil_trains_like_plain_with_padding_that_varies():
         ([{"input_ids": [1, 2]}], 'no targets: its keys are input_ids.*name the targets "labels"'),
         ([{"input_ids": [1, 2], "label": 0, "labels": 0}], "several targets"),
         ([{"text": "hello", "label": 0}], "text"),
-        ([{"input_ids": [1, 2], "label": 0}, {"input_ids": [1], "label": 0}], "record 1: inputs"),
+        ([{"input_ids": [1, 2], "label": 0}, {"input_ids": [1], "label": 0}], "record 1: expected inputs"),
     ],
 )
 def test_other_dicts_are_refused(items, text):
@@ -68,10 +68,10 @@ def test_padded_batches_of_clients_may_differ_in_length_but_not_in_form():
     short, long = (DataLoader(Sentences(4, length=own), collate_fn=pad) for own in (2, 6))
     assert len(check_sources([as_source("a", short), as_source("b", long)])) == 2
     flat = DataLoader(Sentences(4), collate_fn=first_tokens)
-    with pytest.raises(BadArgument, match="b: inputs"):
+    with pytest.raises(BadArgument, match="b: expected inputs"):
         check_sources([as_source("a", short), as_source("b", flat)])
 
 
 def test_a_mapping_without_labels_is_not_records():
-    with pytest.raises(BadArgument, match="Encoding, not records with their targets"):
+    with pytest.raises(BadArgument, match=r"expected records and their targets, got a .*Encoding"):
         as_source("client 0", batch())

@@ -136,7 +136,7 @@ def test_the_batch_size_is_that_of_the_loaders_unless_one_is_given():
     assert Federation(small_mlp(), loaders, "plain").shards.batch_size == 5
     assert Federation(small_mlp(), loaders, "plain", batch_size=7).shards.batch_size == 7
     assert Federation(small_mlp(), pairs(), "plain").shards.batch_size == 32
-    with pytest.raises(errors.BadArgument, match="DataLoaders have batches of 3, 5"):
+    with pytest.raises(errors.BadArgument, match="DataLoaders have different batch sizes: 3, 5"):
         Federation(small_mlp(), [loaders[0], DataLoader(Records(*pairs()[0]), batch_size=3)])
 
 
@@ -161,14 +161,14 @@ LISTED = Records(*pairs()[0])
         (Endless(), "client 0: Endless has no length"),
         (DataLoader(Endless()), "client 0: Endless has no length"),
         (None, "client 0: NoneType has no length"),
-        (torch.zeros(3, 6), "client 0: it is a Tensor"),
-        (TABLE, "client 0: it is a DataFrame, not records with their targets"),
-        ([(torch.zeros(6), 0)] * 3, "client 0: it is a list of 3"),
+        (torch.zeros(3, 6), "client 0: expected records and their targets, got a Tensor"),
+        (TABLE, "client 0: expected records and their targets, got a DataFrame"),
+        ([(torch.zeros(6), 0)] * 3, "client 0: .*, got a list of 3"),
         ((TABLE, [0, 1]), "client 0: inputs cannot be converted to a tensor: column 'b'"),
         (({"t": TABLE}, [0, 1]), r"client 0: inputs\['t'\] cannot be converted to a tensor: column 'b'"),
         ((torch.zeros(2, 6), ["a", "b"]), "client 0: targets cannot be converted to a tensor"),
-        ((torch.zeros(3, 6), 1), "client 0: targets is a single number"),
-        ((torch.zeros(2, 6), [torch.zeros(3), torch.zeros(3)]), "targets are a list of tensors, .* several clients"),
+        ((torch.zeros(3, 6), 1), "client 0: targets must have one value per record, got a single number"),
+        ((torch.zeros(2, 6), [torch.zeros(3), torch.zeros(3)]), "targets is a list of tensors, .* several clients"),
         ((SPARSE, torch.arange(6) % 4), "client 0: inputs is a sparse, nested or meta tensor.\n.*to_dense"),
         ((torch.zeros(6, 6), SPARSE), "client 0: targets is a sparse, nested or meta tensor"),
         (
@@ -177,13 +177,13 @@ LISTED = Records(*pairs()[0])
         ),
         (({"x": torch.zeros(6, 6), "y": torch.zeros(6, 6, device="meta")}, torch.zeros(6)), r"inputs\['y'\] is a sp"),
         (TensorDataset(torch.zeros(3, 6)), "client 0: a TensorDataset of one tensor has no targets"),
-        (second({"x": 1}), r"client 0, record 1: it is a dict, not \(input, target\)"),
+        (second({"x": 1}), r"client 0, record 1: expected \(input, target\), got dict"),
         (
             second((torch.zeros(5), 0)),
-            r"client 0, record 1: inputs is float of shape \(5,\), but that of record 0 is .*6",
+            r"client 0, record 1: expected inputs to be .*6,\), as for record 0, got float of shape \(5,\)",
         ),
-        (second(("text", 0)), "client 0, record 1: inputs cannot be converted to a tensor: it is str"),
-        (second((torch.full((6,), torch.nan), 0)), "client 0, record 1: inputs contain NaN or infinity"),
+        (second(("text", 0)), "client 0, record 1: inputs cannot be converted to a tensor: got str"),
+        (second((torch.full((6,), torch.nan), 0)), "client 0, record 1: found NaN or infinity in inputs"),
         (Records(torch.zeros(0, 6), torch.zeros(0)), "client 0: there are no records"),
         (DataLoader(LISTED, batch_size=None), "chooses its records with a"),
         (DataLoader(LISTED, sampler=torch.utils.data.SubsetRandomSampler([0, 1])), "with a SubsetRandomSampler, which"),
@@ -192,7 +192,10 @@ LISTED = Records(*pairs()[0])
         (DataLoader(LISTED, batch_sampler=[[0, 1]]), "with a list, which"),
         (DataLoader(LISTED, collate_fn=len), "cannot collate records .* into a batch of inputs and targets"),
         (DataLoader(LISTED, collate_fn=lambda items: {"x": items}), "a dict has no targets: its keys are x"),
-        (DataLoader(LISTED, collate_fn=lambda items: (items, 1)), "does not end with a tensor of targets"),
+        (
+            DataLoader(LISTED, collate_fn=lambda items: (items, 1)),
+            "the last item of a batch is not a tensor of targets",
+        ),
     ],
 )
 def test_records_that_cannot_be_trained_on_are_refused(client, text):
@@ -200,7 +203,7 @@ def test_records_that_cannot_be_trained_on_are_refused(client, text):
         Federation(small_mlp(), [client], "plain").fit(rounds=2)
 
 
-SWAPPED = "its columns are b, a, but those of {} a, b.\n  Fix: use the same columns in the same order: frame"
+SWAPPED = "expected the columns a, b, as for {}, got b, a.\n  Fix: use the same columns in the same order: frame"
 
 
 def test_held_out_frames_need_the_columns_of_the_training_frames():
@@ -242,26 +245,38 @@ TUPLE = INPUT_FORMS["tuple"][1](TENSOR[0]), TENSOR[1]
 @pytest.mark.parametrize(
     ("clients", "text"),
     [
-        (changed(1, lambda x: {"a": x["a"], "b": x["b"][:3]}), r"client 1: there are 3 records in inputs\['b'\] and 5"),
-        (changed(0, lambda x: {**x, "b": torch.tensor(1.0)}), r"client 0: there are 0 records in inputs\['b'\]"),
+        (
+            changed(1, lambda x: {"a": x["a"], "b": x["b"][:3]}),
+            r"client 1: inputs\['b'\] has 3 records, but there are 5",
+        ),
+        (changed(0, lambda x: {**x, "b": torch.tensor(1.0)}), r"client 0: inputs\['b'\] has 0 records"),
         (
             changed(1, lambda x: {"a": x["a"]}),
-            r"client 1: inputs\['b'\] is missing, but that of client 0 is float of sh",
+            r"client 1: expected inputs\['b'\] to be float of shape .*, as for client 0, got missing",
         ),
         (
             changed(1, lambda x: {**x, "c": x["a"]}),
-            r"client 1: inputs\['c'\] is float .*, but that of client 0 is missing",
+            r"client 1: expected inputs\['c'\] to be missing, as for client 0, got float",
         ),
-        (changed(1, lambda x: {**x, "b": x["a"]}), r"client 1: inputs\['b'\] is float of shape \(2,\), .*\(4,\)"),
-        (changed(1, lambda x: {**x, "b": x["b"].long()}), r"client 1: inputs\['b'\] is integer of .*0 is float of"),
-        (changed(1, lambda x: {**x, "b": None}), r"client 1: inputs\['b'\] is None, but that of client 0 is float"),
+        (
+            changed(1, lambda x: {**x, "b": x["a"]}),
+            r"client 1: expected inputs\['b'\] to be .*\(4,\), .* got float of shape \(2,\)",
+        ),
+        (
+            changed(1, lambda x: {**x, "b": x["b"].long()}),
+            r"client 1: expected inputs\['b'\] to be float of .* got integer of",
+        ),
+        (
+            changed(1, lambda x: {**x, "b": None}),
+            r"client 1: expected inputs\['b'\] to be float .*, as for client 0, got None",
+        ),
         (changed(0, lambda x: {**x, "b": {1, 2}}), r"client 0: inputs\['b'\] is a set, not a tensor"),
-        (changed(1, with_value((2, 1), torch.nan)), r"client 1, record 2: inputs\['b'\] contain NaN or infinity"),
-        (changed(0, with_value((3, 0), torch.inf)), r"client 0, record 3: inputs\['b'\] contain NaN or infinity"),
+        (changed(1, with_value((2, 1), torch.nan)), r"client 1, record 2: found NaN or infinity in inputs\['b'\]"),
+        (changed(0, with_value((3, 0), torch.inf)), r"client 0, record 3: found NaN or infinity in inputs\['b'\]"),
         (changed(0, lambda x: {}), "client 0: inputs of type dict contain no tensor"),
         (changed(0, lambda x: 3), "client 0: inputs of type int contain no tensor"),
-        ([TENSOR, TUPLE], "client 1: inputs is missing, but that of client 0 is float"),
-        ([TUPLE, TENSOR], r"client 1: inputs\[0\] is missing, but that of client 0 is float"),
+        ([TENSOR, TUPLE], "client 1: expected inputs to be float .*, as for client 0, got missing"),
+        ([TUPLE, TENSOR], r"client 1: expected inputs\[0\] to be float .*, as for client 0, got missing"),
     ],
 )
 @pytest.mark.parametrize("classes", [False, True], ids=["numbers", "classes"])

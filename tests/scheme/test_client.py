@@ -8,7 +8,7 @@ from torch import nn
 import fedveil
 from fedveil import errors
 from fedveil.models import mlp
-from fedveil.scheme.client import find_links
+from fedveil.scheme.client import find_layer_paths
 
 
 @pytest.fixture
@@ -24,12 +24,14 @@ def broadcast(model):
 def test_a_clients_model_must_match_the_broadcast(model, broadcast):
     inputs, targets = batch((5,), 3)
     other = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
-    with pytest.raises(errors.ModelMismatch, match=r"0.weight: the broadcast has \(6, 5\), but the model has \(7, 5\)"):
+    with pytest.raises(
+        errors.ModelMismatch, match=r"0.weight: the broadcast has shape \(6, 5\), but the model has shape \(7, 5\)"
+    ):
         fedveil.client_step(other, broadcast, inputs, targets)
     model[1].eval()
-    with pytest.raises(errors.ModelMismatch, match=r"(?s)^1: .* train mode here.*get_submodule\('1'\).train"):
+    with pytest.raises(errors.ModelMismatch, match=r"(?s)^1: .* in train mode.*get_submodule\('1'\).train"):
         fedveil.client_step(model, broadcast, inputs, targets)
-    with pytest.raises(errors.ModelMismatch, match=r"(?s)Sequential: .* train mode here.*Fix: call model.train\(\)"):
+    with pytest.raises(errors.ModelMismatch, match=r"(?s)Sequential: .* in train mode.*Fix: call model.train\(\)"):
         fedveil.client_step(model.eval(), broadcast, inputs, targets)
 
 
@@ -70,8 +72,8 @@ def test_a_chain_gives_the_passes_that_autograd_gives(bias, groups, frozen):
     general = Same(*chain)
     inputs, targets = batch((5,), 4)
     names = {name for name, _ in chain.named_parameters()}
-    assert find_links(chain, inputs, names) == ["0", None, "2", None, "4", None, "6"]
-    assert find_links(general, inputs, names) is None
+    assert find_layer_paths(chain, inputs, names) == ["0", None, "2", None, "4", None, "6"]
+    assert find_layer_paths(general, inputs, names) is None
     broadcast = perturb(chain, fedveil.analyse(chain, inputs), groups=groups).broadcast
     found, expected = (fedveil.client_step(net, broadcast, inputs, targets) for net in (chain, general))
     assert list(found.passes) == list(expected.passes)
@@ -97,7 +99,7 @@ def hooked():
     ],
 )
 def test_other_networks_and_inputs_take_the_general_path(model, shape):
-    assert find_links(model, torch.zeros(shape), set(model.state_dict())) is None
+    assert find_layer_paths(model, torch.zeros(shape), set(model.state_dict())) is None
 
 
 def twice():

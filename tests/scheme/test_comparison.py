@@ -37,7 +37,7 @@ def test_the_difference_of_a_residual_network_is_explained_by_rounding(dtype, lo
     model, (inputs, targets) = built(lambda: resnet(8), dtype=dtype), batch((3, 16, 16), dtype=dtype)
     found = difference(model, inputs, targets if loss == "squared_error" else targets.argmax(1), loss)
     assert found is not None
-    assert 0 < found.found <= found.rounding < 1e-2
+    assert 0 < found.value <= found.rounding < 1e-2
 
 
 @pytest.mark.filterwarnings("ignore:.*sent unchanged")

@@ -68,7 +68,7 @@ def test_everything_is_kept_but_the_offset_and_the_anchor(model, groups):
     veil, seen, secrets = keeping(model, groups=groups), [], []
     for _ in range(2):
         seen.append(veil.broadcast(model))
-        secrets.append((veil.server.session._reserve.kept[0], veil.round.perturbation.recovery.coefficients))
+        secrets.append((veil.server.session._reserve.kept_noise[0], veil.round.perturbation.recovery.coefficients))
         veil.round.release()
         with torch.no_grad():
             [parameter.mul_(1.01) for parameter in model.parameters()]
@@ -133,14 +133,14 @@ def test_noise_drawn_ahead_is_dealt_once_also_to_threads():
 def test_a_forked_process_has_no_noise_of_its_parent(keep_noise):
     net, session = small_session(keep_noise=keep_noise, decoys=1)
     session.perturb(net)
-    assert session._reserve.ahead
+    assert session._reserve.unused
     assert session._reserve.fits
-    assert (session._reserve.kept is not None) == keep_noise
+    assert (session._reserve.kept_noise is not None) == keep_noise
     if not (child := os.fork()):
         own = session._reserve
-        os._exit(len(own.ahead) + len(own.fits) + (own.kept is not None))
+        os._exit(len(own.unused) + len(own.fits) + (own.kept_noise is not None))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert session._reserve.ahead  # the parent's own is as it was
+    assert session._reserve.unused  # the parent's own is as it was
 
 
 @pytest.mark.parametrize("child_goes_on", [True, False])
@@ -184,7 +184,7 @@ def test_secrets_show_nothing_also_after_release(model, caplog):
     veil = keeping(model, "cross_entropy", decoys=2)
     veil.broadcast()
     session, perturbation = veil.server.session, veil.round.perturbation
-    units, head = session._reserve.kept
+    units, head = session._reserve.kept_noise
     held = (session, perturbation, perturbation.recovery, perturbation.recovery.transform, units, head, veil.server)
     with caplog.at_level(logging.DEBUG):
         logging.getLogger("test").warning("%s %r %s %s", held, held, vars(veil), vars(veil.server))
@@ -217,7 +217,9 @@ def test_more_groups_than_outputs_are_refused(model):
 
 def test_another_model_or_mode_than_the_one_analysed_is_refused(model):
     plan = fedveil.analyse(model, torch.zeros(1, 6).double())
-    with pytest.raises(errors.ModelMismatch, match=r"0.0.weight: the plan expects \(12, 6\).*the model has \(13, 6\)"):
+    with pytest.raises(
+        errors.ModelMismatch, match=r"0.0.weight: the plan expects shape \(12, 6\).*the model has shape \(13, 6\)"
+    ):
         perturb(built(lambda: nn.Sequential(mlp(6, 10, hidden=13))), plan)
     model[0][1].eval()
     with pytest.raises(errors.ModelMismatch, match=r"0.1: its mode \(train or eval\) has changed since the analysis"):

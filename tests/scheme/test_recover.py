@@ -214,14 +214,14 @@ SAMPLES = [0, -1, True, 1.0, math.nan, "8", None, 2**53 + 1, 10**400, 10**5000]
 BAD = {
     "stale": (field(round="ffff"), errors.StaleUpdate, "its update is for round ffff, not"),
     "foreign": (field(model="abcd"), errors.ForeignUpdate, "its update is for model abcd"),
-    "few passes": (changed(lambda p: p[:2]), errors.MisshapenUpdate, rf"pass {HEAD} is \(2, 4, 6\)"),
+    "few passes": (changed(lambda p: p[:2]), errors.MisshapenUpdate, rf"pass {HEAD} .* got shape \(2, 4, 6\)"),
     "incomplete": (
         lambda u: field(passes={k: p for k, p in u.passes.items() if k != HEAD})(u),
         errors.IncompleteUpdate, f"pass {HEAD} is missing",
     ),
     "no buffer": (field(buffers={}), errors.IncompleteUpdate, f"buffer {MEAN} is missing"),
-    "misshapen": (changed(lambda p: p[..., :3]), errors.MisshapenUpdate, rf"{HEAD} is \(3, 4, 3\) .*not \(3, 4, 6\)"),
-    "float64": (changed(torch.Tensor.double), errors.MisshapenUpdate, rf"{HEAD} is \(3, 4, 6\) torch.float64"),
+    "misshapen": (changed(lambda p: p[..., :3]), errors.MisshapenUpdate, rf"{HEAD} must .*6\).* got shape \(3, 4, 3\)"),
+    "float64": (changed(torch.Tensor.double), errors.MisshapenUpdate, rf"{HEAD} .* and dtype torch.float64"),
     "nan": (changed(spoil(math.nan)), errors.NonFiniteUpdate, f"pass {HEAD} contains NaN or infinity"),
     "infinite": (changed(spoil(math.inf)), errors.NonFiniteUpdate, f"pass {HEAD} contains NaN or infinity"),
     "nan in a buffer": (
@@ -232,7 +232,7 @@ BAD = {
     **{
         f"counter {bad.dtype} {bad.dim()}": (
             changed(lambda _, bad=bad: bad, COUNTER, "buffers"),
-            errors.MisshapenUpdate, rf"buffer {COUNTER} is .*, not \(\) torch.int64",
+            errors.MisshapenUpdate, rf"buffer {COUNTER} must have shape \(\) and dtype torch.int64",
         )
         for bad in (torch.ones(2).long(), torch.tensor(1.0), torch.tensor(1, dtype=torch.int32), torch.tensor(True))
     },

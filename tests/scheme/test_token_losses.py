@@ -72,7 +72,7 @@ def test_without_positions_ignored_records_do_not_count():
     [
         ("token_cross_entropy", (2, 3, 4), torch.full((2, 3), IGNORED), "every label in a batch of 2 records"),
         ("token_cross_entropy", (2, 3, 4), torch.zeros(2, 2, dtype=torch.long), "class indices of shape \\(2, 3\\)"),
-        ("token_cross_entropy", (2, 3, 4), torch.zeros(2, 3), "they are torch.float32"),
+        ("token_cross_entropy", (2, 3, 4), torch.zeros(2, 3), "got torch.float32"),
         ("token_cross_entropy", (2, 3, 4), torch.full((2, 3), 4), "outputs 0 to 3"),
         ("causal_cross_entropy", (2, 4), torch.zeros(2, dtype=torch.long), "one label per position"),
     ],

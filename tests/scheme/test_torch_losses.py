@@ -195,7 +195,7 @@ PADDED = torch.where(CLASSES == 2, -100, CLASSES)
 @pytest.mark.parametrize(
     ("loss", "targets", "text"),
     [
-        (nn.GaussianNLLLoss(), NUMBERS, "(?s)GaussianNLLLoss needs more than outputs.*Fix: pass a function"),
+        (nn.GaussianNLLLoss(), NUMBERS, "(?s)GaussianNLLLoss requires more than outputs.*Fix: pass a function"),
         (nn.MSELoss(reduction="median"), NUMBERS, "there is no reduction 'median'"),
         (nn.MSELoss(), CLASSES, r"shape \(15,\) does not match the shape \(15, 3\) of the model's outputs"),
         (nn.CrossEntropyLoss(), PADDED, '(?s)classes range from -100 to 1.*Fix: use loss="token_cross_entropy"'),

@@ -9,7 +9,17 @@ from hypothesis import strategies as st
 
 from fedveil.errors import BadArgument
 from fedveil.secagg import bits, decode, encode, exponent
-from fedveil.secagg.fixed import CHECKS, HIGHEST, LARGEST, LOWEST, PRIME, decode_rows, encode_rows, scale, wrapped_rows
+from fedveil.secagg.fixed import (
+    CHECKS,
+    MAX_EXPONENT,
+    MAX_MAGNITUDE,
+    MIN_EXPONENT,
+    PRIME,
+    decode_rows,
+    encode_rows,
+    scale,
+    wrapped_rows,
+)
 
 
 @given(
@@ -62,7 +72,7 @@ def split_randomly(total, sizes, rng):
     return parts
 
 
-@pytest.mark.parametrize("e", range(LOWEST, HIGHEST + 1))
+@pytest.mark.parametrize("e", range(MIN_EXPONENT, MAX_EXPONENT + 1))
 def test_what_opens_is_a_function_of_the_sum_alone_whatever_the_exponent(e):
     """Two groups of five clients with 40 to 8,000 records and the same sum: the same words, check words included.
 
@@ -148,9 +158,9 @@ def test_a_few_elements_that_wrap_in_opposite_directions_are_noticed(changed):
 def test_the_largest_update_of_a_client_is_still_finite_when_it_is_scaled_and_noticed():
     for power in (63, 64, 80, 100, 144, 200, 400):  # of 2^64 and more nothing is left in the words: a sum of zero
         assert wrapped_rows(encode_rows(np.array([2.0**power, 0.0]), (2,), (0,), 3), (2,)) == [0]
-    values = np.array([np.nextafter(LARGEST, 0) * 2.0**53])
-    assert np.isfinite(scale(values, bits(3, LOWEST))).all()
-    assert wrapped_rows(encode_rows(values, (1,), (bits(3, LOWEST),), 3), (1,)) == [0]
+    values = np.array([np.nextafter(MAX_MAGNITUDE, 0) * 2.0**53])
+    assert np.isfinite(scale(values, bits(3, MIN_EXPONENT))).all()
+    assert wrapped_rows(encode_rows(values, (1,), (bits(3, MIN_EXPONENT),), 3), (1,)) == [0]
 
 
 def test_honest_sums_at_the_edge_of_the_range_are_not_called_wrapped():

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from fedveil.errors import Aborted, BadArgument
 from fedveil.secagg import Hello, Opening, masks
-from fedveil.secagg.masks import PRIME, WIDTH, join, join_seed, split, split_seed
+from fedveil.secagg.masks import PRIME, SHARE_SIZE, join, join_seed, split, split_seed
 from fedveil.secagg.messages import Settle, context
 
 VECTORS = json.loads(Path(__file__).with_name("vectors.json").read_text())
@@ -76,7 +76,7 @@ def test_seeds_keys_streams_and_sealed_shares_are_those_of_the_primitives_packag
     sealed = masks.seal(b"x" * 66, PAIR, SALT, "c0", "c1")
     label = prefixed(b"fedveil secagg 1", b"share", SALT, b"c0", b"c1")
     assert AESGCM(hkdf(PAIR, SALT, b"share", b"c0", b"c1")).decrypt(sealed[:12], sealed[12:], label) == b"x" * 66
-    assert len(sealed) == masks.SEALED
+    assert len(sealed) == masks.SEALED_SIZE
 
 
 def test_a_share_opens_for_its_own_attempt_and_members_only():
@@ -122,7 +122,7 @@ def test_everything_that_clients_must_have_in_common_is_in_the_context():
 @given(seed=st.binary(min_size=32, max_size=32), t=st.integers(1, 12), more=st.integers(0, 5), rng=st.randoms())
 def test_any_t_of_n_shares_give_any_seed(seed, t, more, rng):
     shares = split_seed(seed, t, t + more)
-    assert all(len(share) == WIDTH for share in shares)
+    assert all(len(share) == SHARE_SIZE for share in shares)
     chosen = rng.sample(range(1, t + more + 1), t)
     assert join_seed({place: shares[place - 1] for place in chosen}) == seed
 
@@ -154,20 +154,22 @@ def test_wrong_shares_do_not_give_the_seed_and_what_is_no_share_is_refused():
     seed = b"\x7f" * 32
     shares = dict(enumerate(split_seed(seed, 7, 10)[:7], 1))
     for place, share in shares.items():
-        wrong = ((int.from_bytes(share, "big") + 1) % PRIME).to_bytes(WIDTH, "big")
+        wrong = ((int.from_bytes(share, "big") + 1) % PRIME).to_bytes(SHARE_SIZE, "big")
         assert join_seed(shares | {place: wrong}) != seed  # only a commitment tells: weights of neighbours are small
-    for wrong in (b"", bytes(65), bytes(67), PRIME.to_bytes(WIDTH, "big"), b"\xff" * WIDTH):
+    for wrong in (b"", bytes(65), bytes(67), PRIME.to_bytes(SHARE_SIZE, "big"), b"\xff" * SHARE_SIZE):
         with pytest.raises(Aborted, match="not an element of the field"):
             join_seed(shares | {2: wrong})
-    larger = dict(enumerate((share.to_bytes(WIDTH, "big") for share in split(2**256, 3, 4)[:3]), 1))
+    larger = dict(enumerate((share.to_bytes(SHARE_SIZE, "big") for share in split(2**256, 3, 4)[:3]), 1))
     with pytest.raises(Aborted, match="do not belong to one seed"):
         join_seed(larger)
     for t, n in ((0, 3), (4, 3), (3, PRIME)):
-        with pytest.raises(BadArgument, match="t must be between"):
+        with pytest.raises(BadArgument, match="t must be from 1 to n"):
             split(1, t, n)
 
 
-@pytest.mark.parametrize("size", [1, 2, masks.PIECE - 1, masks.PIECE, masks.PIECE + 1, 3 * masks.PIECE + 5])
+@pytest.mark.parametrize(
+    "size", [1, 2, masks.PIECE_SIZE - 1, masks.PIECE_SIZE, masks.PIECE_SIZE + 1, 3 * masks.PIECE_SIZE + 5]
+)
 def test_streams_cancel_whatever_the_length(size):
     start = np.arange(size, dtype=np.uint64)
     seeds = [bytes([i]) * 32 for i in range(3)]
@@ -190,7 +192,7 @@ PAIRS = [{1: SEEDS["s01"], 2: SEEDS["s02"]}, {0: SEEDS["s01"], 2: SEEDS["s12"]},
 
 @pytest.fixture
 def toy(monkeypatch):
-    monkeypatch.setattr(masks, "PIECE", EVERY.shape[1])
+    monkeypatch.setattr(masks, "PIECE_SIZE", EVERY.shape[1])
     monkeypatch.setattr(masks, "keystream", lambda seed, buffer: lambda count: STREAMS[seed])
 
 

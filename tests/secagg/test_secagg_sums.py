@@ -90,5 +90,5 @@ def test_steps_out_of_order_are_refused():
         with pytest.raises(BadArgument):
             call()
     reveal_all(a.group, a.tally)
-    with pytest.raises(BadArgument, match="is not expected from 'c0' now"):
+    with pytest.raises(BadArgument, match="unexpected message from 'c0'"):
         a.tally.take_upload("c0", a.sent["c0"])

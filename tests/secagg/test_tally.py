@@ -8,12 +8,12 @@ from tests.secagg.group import DIGEST, Attempt, Group, reveal_all, settle_all
 
 from fedveil.errors import Aborted, BadArgument
 from fedveil.secagg import Conduct, Tally, masks, threshold
-from fedveil.secagg.masks import PRIME, WIDTH, split_seed
+from fedveil.secagg.masks import PRIME, SHARE_SIZE, split_seed
 from fedveil.secagg.messages import Reveal, RevealReply, SettleReply
 
 
 def off_by_one(share):
-    return ((int.from_bytes(share, "big") + 1) % PRIME).to_bytes(WIDTH, "big")
+    return ((int.from_bytes(share, "big") + 1) % PRIME).to_bytes(SHARE_SIZE, "big")
 
 
 def flipped(data, at=0):
@@ -247,7 +247,7 @@ def test_a_wrong_signature_excludes_its_member():
     settle_with(a, "c2", lambda answer: replace(answer, signature=bytes(64)))
     reveal_all(a.group, a.tally)
     assert len(Reveal.from_bytes(a.tally.reveal()).signatures) == 4
-    assert a.tally.conduct.excluded == {"c2": "its signature on the members is wrong"}
+    assert a.tally.conduct.excluded == {"c2": "its signature of the list of members is invalid"}
     assert a.exact()
 
 

@@ -159,7 +159,7 @@ def canonical_pairs(observation: Observation) -> list[RoundPair]:
 
 def known_elements(plan: Plan, head: PublicHead | None) -> Tensor:
     """Return whether each trainable element's noise is known, that is, absent or one of a few public candidates."""
-    names = () if head is None or head.decoys else (head.weight, head.bias if head.noisy_bias else None)
+    names = () if head is None or head.has_candidates else (head.weight, head.bias if head.noisy_bias else None)
     return torch.cat([torch.full((entry.shape.numel(),), entry.name not in names) for entry in plan.layout.trainable])
 
 

@@ -23,7 +23,7 @@ from fedveil.attacks.veil import base_model, candidate_models, group_rows, lever
 from fedveil.federation.evaluate import predict
 from fedveil.scheme.broadcast import Broadcast, PublicHead
 from fedveil.scheme.losses import SquaredError, one_hot
-from fedveil.scheme.outputs import values
+from fedveil.scheme.outputs import loss_values
 
 NUM_INPUTS = 1000  # number of generated inputs
 DECAY = 2.5  # chosen among 0.5, 1, 1.5, 2, 2.5 and 3 on CIFAR-10, seeds 10 to 14; photographs have a decay of about 1.2
@@ -109,7 +109,7 @@ Fit = Callable[[Tensor, Tensor, Tensor], Tensor]
 def fit_outputs(observation: Observation, inputs: Tensor, fit: Fit) -> Observation:
     """Remove the noise, given the offset that `fit` estimates from the outputs for `inputs`."""
     broadcast, head = veiled_head(observation)
-    if head.decoys or not isinstance(observation.loss, SquaredError):
+    if head.has_candidates or not isinstance(observation.loss, SquaredError):
         raise DoesNotApply("likely outputs", "the attack needs squared error, for which most outputs are close to 0")
     base, rows = base_model(observation.architecture, broadcast), group_rows(head)
     outputs = predict(base, inputs).double().flatten(1)
@@ -130,12 +130,12 @@ def fit_own_inputs(observation: Observation) -> Observation:
     With decoys, the function chooses the candidate with the smallest loss when its own predictions are used as labels.
     """
     broadcast, head = veiled_head(observation)
-    if not head.decoys:
+    if not head.has_candidates:
         return fit_outputs(observation, observation.inputs, fit_sparse_outputs)
     models, losses = candidate_models(observation, broadcast), []
     for model in models:
         outputs = predict(model, observation.inputs)
         if outputs.dim() != 2 or outputs.shape[1] < 2:
             raise DoesNotApply("likely outputs", "the model does not have one output per class")
-        losses.append(values(observation.loss, outputs, one_hot(outputs.argmax(1), outputs)).mean())
+        losses.append(loss_values(observation.loss, outputs, one_hot(outputs.argmax(1), outputs)).mean())
     return dataclasses.replace(observation, model=models[losses.index(min(losses))])

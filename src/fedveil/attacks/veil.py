@@ -28,7 +28,7 @@ from fedveil.graph import analyse
 from fedveil.graph.plan import Plan, flatten
 from fedveil.scheme.broadcast import Broadcast, PublicHead, move_head
 from fedveil.scheme.losses import Loss, SquaredError
-from fedveil.scheme.outputs import values
+from fedveil.scheme.outputs import loss_values
 
 LBFGS_STEPS = 200
 NUM_ITERATIONS = 20  # alternations between weights and noise
@@ -83,7 +83,7 @@ def remove_noise(observation: Observation, broadcasts: int = 2) -> Observation:
     if len(rounds) < 2:
         raise DoesNotApply("broadcasts", "the attack needs two broadcasts from different rounds")
     forms, (last_broadcast, head) = canonical_heads(observation, list(rounds.values())), list(rounds.values())[-1]
-    if head.decoys:
+    if head.has_candidates:
         candidates = [head.candidates.double() for _, head in rounds.values()]
         offset = candidates[-1][pick_candidates(forms, candidates)[-1]]
     else:
@@ -142,10 +142,11 @@ def calibrate(observation: Observation, broadcast: Broadcast) -> nn.Module:
     base, head = base_model(observation.architecture, broadcast), broadcast.head
     if head is None:
         return base
-    if head.decoys:  # return the candidate that fits the labels best
+    if head.has_candidates:  # return the candidate that fits the labels best
         models = candidate_models(observation, broadcast)
         losses = [
-            values(observation.loss, predict(model, observation.inputs), observation.targets).mean() for model in models
+            loss_values(observation.loss, predict(model, observation.inputs), observation.targets).mean()
+            for model in models
         ]
         return models[losses.index(min(losses))]
     outputs, rows = predict(base, observation.inputs).double(), group_rows(head)

@@ -21,7 +21,7 @@ from fedveil.defences.plain import AnyPlainRound, Plain, PlainClient, PlainCodec
 from fedveil.errors import BadArgument
 from fedveil.graph.inputs import Inputs
 from fedveil.scheme import Aggregate, Loss
-from fedveil.scheme.broadcast import LARGEST
+from fedveil.scheme.broadcast import MAX_SETTING
 from fedveil.wire import Packed, Tensors, Values, add_prefix
 
 MEDIAN_ROUNDS = 100
@@ -113,8 +113,8 @@ class PPDL(Plain):
         local_momentum: float | None = None,
     ) -> None:
         self.fraction = check_fraction("PPDL", "fraction", fraction, "use fraction=1 to upload the whole gradient")
-        self.sigma = check_range("PPDL", "sigma", sigma, 0.0, LARGEST, "use sigma=0 to add no noise")
-        if clip not in (None, "median") and not (is_number(clip) and 0 < clip <= LARGEST):
+        self.sigma = check_range("PPDL", "sigma", sigma, 0.0, MAX_SETTING, "use sigma=0 to add no noise")
+        if clip not in (None, "median") and not (is_number(clip) and 0 < clip <= MAX_SETTING):
             message = f"clip must be a norm above 0, 'median' or None, got {clip!r}"
             raise BadArgument("PPDL", message, "use clip=None to leave gradients unclipped")
         if seed is not None and type(seed) is not int:

@@ -15,7 +15,7 @@ from fedveil.errors import Aborted, BadArgument, NonFiniteUpdate
 from fedveil.graph.inputs import Inputs
 from fedveil.privacy.accounting import Accountant, Members
 from fedveil.privacy.gradients import clipped_sums, refuse_coupling
-from fedveil.privacy.mechanism import LARGEST, add_noise, quantise, sum_integers
+from fedveil.privacy.mechanism import EXACT_LIMIT, add_noise, quantise, sum_integers
 from fedveil.privacy.samplers import poisson_sample
 from fedveil.privacy.settings import Privacy
 from fedveil.scheme import Aggregate, Entropy, Loss
@@ -152,7 +152,7 @@ class RecordPrivateRound(PrivateRound[object, SumUpdate]):
         expected = {name: (tensor.shape, torch.float64) for name, tensor in self.template.items()}
         check_tensors(client, "sum", update.sums, expected, self._device)
         for name, tensor in update.sums.items():
-            if not bool((tensor.abs() < LARGEST).all()):  # also refuses NaN
+            if not bool((tensor.abs() < EXACT_LIMIT).all()):  # also refuses NaN
                 raise NonFiniteUpdate(client, f"sum {name} is not finite or too large")
 
     def recover(self, updates: Sequence[SumUpdate], weights: Sequence[float]) -> Aggregate:

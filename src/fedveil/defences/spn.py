@@ -17,7 +17,7 @@ from fedveil.graph.export import export
 from fedveil.graph.head import find_head
 from fedveil.graph.inputs import Inputs, record_calls
 from fedveil.scheme import Entropy, Loss
-from fedveil.scheme.broadcast import LARGEST
+from fedveil.scheme.broadcast import MAX_SETTING
 from fedveil.scheme.losses import sample_weights
 from fedveil.scheme.outputs import compute_outputs
 
@@ -93,9 +93,9 @@ class SPN(Plain):
         if check_count("SPN", "bits", bits, 1, fix) > MAX_BITS:
             raise BadArgument("SPN", f"bits must be at most {MAX_BITS}, got {bits}", fix)
         check_count("SPN", "seed", 0 if seed is None else seed, 0, fix)
-        self.weight = check_range("SPN", "weight", weight, 0.0, LARGEST, fix)
-        self.margin = check_range("SPN", "margin", margin, 0.0, LARGEST, fix)
-        self.lr = check_range("SPN", "lr", lr, 0.0, LARGEST, fix)
+        self.weight = check_range("SPN", "weight", weight, 0.0, MAX_SETTING, fix)
+        self.margin = check_range("SPN", "margin", margin, 0.0, MAX_SETTING, fix)
+        self.lr = check_range("SPN", "lr", lr, 0.0, MAX_SETTING, fix)
         self.bits, self.seed, self.repeatable = bits, seed, seed is not None
 
     def server(self, model: nn.Module, example: Inputs, loss: Loss) -> PlainServer:

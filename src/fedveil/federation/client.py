@@ -310,7 +310,7 @@ class ClientSession:
 
 def reply_to_step(step: Step, extra: bytes, party: "Party | None", count_records: Callable[[], int]) -> bytes:
     """Return the body of the reply to a step of secure aggregation other than the upload."""
-    from fedveil.secagg.identity import KEY
+    from fedveil.secagg.identity import KEY_SIZE
 
     if party is None:
         message = "this client does not take part in secure aggregation"
@@ -319,7 +319,7 @@ def reply_to_step(step: Step, extra: bytes, party: "Party | None", count_records
     if step.step == "hello":
         _check_records(count_records, party.policy)  # before any model arrives
         challenge, server = body[: protocol.CHALLENGE_SIZE], body[protocol.CHALLENGE_SIZE :]
-        if len(challenge) != protocol.CHALLENGE_SIZE or len(server) != KEY:
+        if len(challenge) != protocol.CHALLENGE_SIZE or len(server) != KEY_SIZE:
             raise BadArgument("step", "a greeting must consist of a challenge and the server's key")
         hello = party.hello(step.session, server)
         return json.dumps(hello.values() | {"proof": party.prove(hello, challenge).hex()}).encode()

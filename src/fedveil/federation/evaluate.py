@@ -21,7 +21,7 @@ from fedveil.scheme.losses import (
     SquaredError,
     match_targets,
 )
-from fedveil.scheme.outputs import are_class_indices, class_axis, compute_outputs, values
+from fedveil.scheme.outputs import are_class_indices, class_axis, compute_outputs, loss_values
 from fedveil.scheme.token_losses import TokenCrossEntropy
 
 METRICS = ("accuracy", "auc", "mse", "loss")
@@ -126,8 +126,8 @@ def metrics(outputs: Tensor, targets: Tensor, loss: Loss | None = None, *, axis:
         return result
     if isinstance(loss, AUTOGRAD_LOSSES):  # tensors of the loss, such as class weights, have the training dtype
         expected = targets.to(outputs.dtype) if targets.is_floating_point() else targets
-        return result | {"loss": float(values(loss, outputs, expected, axis).double().mean())}
-    return result | {"loss": float(values(loss, outputs.double(), targets, axis).mean())}
+        return result | {"loss": float(loss_values(loss, outputs, expected, axis).double().mean())}
+    return result | {"loss": float(loss_values(loss, outputs.double(), targets, axis).mean())}
 
 
 def measure(outputs: Tensor, targets: Tensor, loss: Loss | None = None, *, axis: int | None = None) -> dict[str, float]:

@@ -193,7 +193,7 @@ def read_slots(
     padding and of records that cannot be used or have another form. Records of a Dataset are read one by one, because
     collating them could make the form or dtype of a record depend on other records.
     """
-    if isinstance(source, Stream) and not source.collates_alike:
+    if isinstance(source, Stream) and not source.uses_default_collate:
         for row, is_included in zip(rows.tolist(), included.tolist(), strict=True):
             if (batch := read_record(task, model, source, row)) is not None:
                 yield batch, torch.tensor([is_included]) & are_finite(batch)

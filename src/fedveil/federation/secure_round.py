@@ -20,7 +20,7 @@ from fedveil.federation.rounds import Observer
 from fedveil.federation.sums import Sums, Words
 from fedveil.scheme.result import Aggregate
 from fedveil.secagg import Aborted, Conduct, Hello, Opening, Roster, Tally
-from fedveil.secagg.identity import SIGNATURE, channel_key, tag_message
+from fedveil.secagg.identity import SIGNATURE_SIZE, channel_key, tag_message
 from fedveil.secagg.masks import is_valid_key
 from fedveil.secagg.policy import Policy
 
@@ -229,16 +229,16 @@ class SecureRound:
         proof = hello.proof(challenge)
         for signature, signed_bytes in (
             (hello.signature, Hello.signed_bytes(hello.run, hello.name, hello.key)),
-            (sent_proof[:SIGNATURE], proof),
+            (sent_proof[:SIGNATURE_SIZE], proof),
         ):
-            if len(signature) != SIGNATURE or not self._roster.verifies(hello.name, signature, signed_bytes):
+            if len(signature) != SIGNATURE_SIZE or not self._roster.verifies(hello.name, signature, signed_bytes):
                 self._impostors[member] = f"its greeting is not signed by {hello.name}"
                 raise BadArgument("hello", self._impostors[member])
         if not is_valid_key(hello.key):
             self.conduct.exclude(hello.name, "its key is of small order")
             raise BadArgument("hello", f"the key of {hello.name} is of small order")
         tag = tag_message(channel_key(self._key, hello.key, self._session), proof)
-        if not hmac.compare_digest(sent_proof[SIGNATURE:], tag):
+        if not hmac.compare_digest(sent_proof[SIGNATURE_SIZE:], tag):
             self.conduct.exclude(hello.name, "it does not have the private key for the public key that it sent")
             raise BadArgument("hello", f"{hello.name} does not have the private key for the public key that it sent")
         for old_member in [

@@ -23,8 +23,8 @@ from fedveil.graph.inputs import Inputs, count, each
 from fedveil.privacy.mechanism import clip_vector
 from fedveil.scheme.result import Aggregate
 from fedveil.secagg import Aborted, Opening
-from fedveil.secagg.fixed import HIGHEST, LARGEST, LOWEST, decode_rows, encode_rows, wrapped_rows
-from fedveil.secagg.messages import HEAD
+from fedveil.secagg.fixed import MAX_EXPONENT, MAX_MAGNITUDE, MIN_EXPONENT, decode_rows, encode_rows, wrapped_rows
+from fedveil.secagg.messages import HEAD_WORDS
 from fedveil.wire import Tensors, add_prefix, strip_prefix
 
 FIRST_EXPONENT = 24  # exponent of rows whose magnitudes are not yet known
@@ -88,7 +88,7 @@ class Packing:
             raise ModelMismatch("opening", message, "build the client's model with the same code as the server's")
         vectors = [tensors[part.name].detach().cpu().double().reshape(-1) for part in self.parts]
         values = torch.cat(vectors).numpy() if vectors else np.zeros(0)
-        if not np.abs(values).max(initial=0.0) < LARGEST:  # also true for NaN
+        if not np.abs(values).max(initial=0.0) < MAX_MAGNITUDE:  # also true for NaN
             return no_words(opening)
         weighted_values = values * records if is_weighted else values
         result = encode_rows(weighted_values, opening.rows, row_bits(opening), len(opening.roster), opening.checks)
@@ -112,7 +112,7 @@ class Packing:
                 "look for a hostile client",
             )
         if not is_weighted:
-            return records, self._split(total[HEAD : HEAD + sum(opening.rows)].view(np.int64))
+            return records, self._split(total[HEAD_WORDS : HEAD_WORDS + sum(opening.rows)].view(np.int64))
         result = self.sums(total, opening)
         for part in self.parts:
             mean = result[part.name] / records
@@ -121,7 +121,7 @@ class Packing:
 
     def sums(self, total: Words, opening: Opening) -> Tensors:
         """Return the sums of all tensors in float64."""
-        return self._split(decode_rows(total[HEAD:], opening.rows, row_bits(opening)))
+        return self._split(decode_rows(total[HEAD_WORDS:], opening.rows, row_bits(opening)))
 
     def _split(self, values: NDArray[np.float64] | NDArray[np.int64]) -> Tensors:
         """Return the values of each tensor."""
@@ -153,7 +153,7 @@ class Packing:
             max_sizes[kind, row] = max(max_sizes.get((kind, row), 0.0), size)
         min_sizes = [max(size, MIN_RELATIVE_SIZE * max_sizes[kind, row]) for kind, row, size in rows]
         exponents = [secagg.exponent(size) if 0 < size < math.inf else FIRST_EXPONENT for size in min_sizes]
-        return tuple([min(max(exponent + headroom, LOWEST), HIGHEST) for exponent in exponents])
+        return tuple([min(max(exponent + headroom, MIN_EXPONENT), MAX_EXPONENT) for exponent in exponents])
 
 
 def row_bits(opening: Opening) -> list[int]:
@@ -251,11 +251,11 @@ class Sums:
         if self.integers:
             return (secagg.bits(num_clients, 0),) * len(packing.rows), packing.rows, False  # no fractional bits
         if self.clip is not None:  # clipped gradients always fit
-            exponent = min(max(math.frexp(self.clip)[1] + 1, LOWEST), HIGHEST)
+            exponent = min(max(math.frexp(self.clip)[1] + 1, MIN_EXPONENT), MAX_EXPONENT)
             return (exponent,) * len(packing.rows), packing.rows, False
         if self._expected is None:
             self._expect_first(defence_round)
-        exponents = (min(FIRST_EXPONENT + self.headroom, HIGHEST),) * len(packing.rows)
+        exponents = (min(FIRST_EXPONENT + self.headroom, MAX_EXPONENT),) * len(packing.rows)
         if self._expected is not None:
             sizes = _find_ranges(defence_round).bound(self._expected)
             exponents = packing.choose_exponents(sizes, self._records, self.headroom)
@@ -291,7 +291,7 @@ class Sums:
         """Compute the result of a round from the sum of all words; abort if the sum wrapped around or is empty."""
         assert self.packing is not None
         num_clients = len(opening.roster)
-        wrapped_indices = wrapped_rows(total[HEAD:], opening.rows) if opening.checks else []
+        wrapped_indices = wrapped_rows(total[HEAD_WORDS:], opening.rows) if opening.checks else []
         if wrapped_indices:
             self.headroom += EXTRA_HEADROOM
             message = f"{len(wrapped_indices)} of {len(opening.rows)} rows wrapped around"

@@ -12,7 +12,7 @@ from fedveil.errors import BadArgument
 from fedveil.files import OWNER, make_folder, write_atomically
 from fedveil.graph.inputs import Inputs
 from fedveil.records.inputs import Batch
-from fedveil.records.sources import PLAIN
+from fedveil.records.sources import CONSTANT_TYPES
 from fedveil.wire import Packed, from_bytes, to_bytes
 
 KIND = "records"
@@ -56,7 +56,7 @@ def _flatten(inputs: Inputs) -> Packed:
     leaves, structure = pytree.tree_flatten(inputs)
     constants = {index: leaf for index, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
     for leaf in constants.values():
-        if not isinstance(leaf, PLAIN):
+        if not isinstance(leaf, CONSTANT_TYPES):
             message = f"inputs contain a value of type {type(leaf).__name__}, which cannot be written to a file"
             raise BadArgument("cache_records", message, "convert the value to a tensor")
     tensors = {f"inputs.{index}": leaf for index, leaf in enumerate(leaves) if index not in constants}

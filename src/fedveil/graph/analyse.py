@@ -48,9 +48,9 @@ def analyse(
         public: names or name prefixes of parameters whose values clients know, such as those of a published backbone;
             `plan.known` then measures how much they reveal.
         frozen: "local" for parameters that do not require gradients and that every client has: they are neither
-            perturbed nor sent, so only what is trained and the layers between frozen ones can be perturbed.
-        output: the name of the predictions in what forward returns, such as "last_hidden_state", or a function of it;
-            by default, "logits" or the only floating-point tensor.
+            perturbed nor sent, so only trained parameters, and layers between frozen ones, can be perturbed.
+        output: the name of the predictions in forward's output, such as "last_hidden_state", or a function that
+            computes them from this output; by default, "logits" or the only floating-point tensor.
 
     Returns:
         The plan. `print(plan)` shows axes, symmetries and pinned operations; `plan.coverage` is the fraction of
@@ -81,15 +81,15 @@ def analyse(
     if not 0 <= min_coverage <= 1:
         raise BadArgument("analyse", f"min_coverage must be between 0 and 1, got {min_coverage}")
     if not isinstance(model, nn.Module):
-        raise BadArgument("analyse", f"model is {model!r:.60}, not a torch.nn.Module", "pass an instance: Net()")
+        raise BadArgument("analyse", f"model must be a torch.nn.Module, got {model!r:.60}", "pass an instance: Net()")
     model = choose_output(unwrap("analyse", model), output)
-    if lazy := [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]:
-        raise AnalysisError(lazy[0], "it has no shape yet", "run the model once: model(inputs)")
+    if lazy_names := [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]:
+        raise AnalysisError(lazy_names[0], "it has no shape yet", "run the model once: model(inputs)")
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_complex() or (tensor.is_floating_point() and torch.finfo(tensor.dtype).eps > 1e-6):
-            what = f"it is {tensor.dtype}: a veil would lose more precision than plain training"
+            message = f"it has dtype {tensor.dtype}, in which a veil would lose more precision than plain training"
             fix = "call model.float(); in float32 and float64, a veil is as precise as plain training"
-            raise AnalysisError(name, what, fix)
+            raise AnalysisError(name, message, fix)
     refuse_hooks(ModelState.read(model).hooks, type(model).__name__)
     plan = make_plan(
         model, example_inputs, SAMPLES, exposed=head == "exposed", public=public, frozen=frozen, output=output
@@ -97,34 +97,36 @@ def analyse(
     if not plan.layout.trainable:
         fix = "call requires_grad_(True) on the parameters to train"
         raise AnalysisError(plan.model_name, "no parameter that forward reads requires a gradient", fix)
-    reasons = "; ".join(f"{where}: {why}" for where, why in plan.pinned[:3]) or "it has no hidden axis"
+    reasons = "; ".join(f"{where}: {reason}" for where, reason in plan.pinned[:3]) or "it has no hidden axis"
     if plan.head is None and plan.coverage == 0:
         fix = 'put a ReLU, BatchNorm or pooling layer between two layers with weights, or use head="linear"'
         raise NothingToVeil(plan.model_name, f"a veil would change nothing, because {reasons}", fix)
     if plan.coverage < min_coverage:
-        what = f"the coverage is {plan.coverage:.1%}, less than min_coverage ({min_coverage:.1%})"
+        message = f"the coverage is {plan.coverage:.1%}, less than min_coverage ({min_coverage:.1%})"
         fix = "lower min_coverage, or change the layers that print(analyse(model, inputs)) lists as pinned"
-        raise TooLittleCovered(plan.model_name, f"{what}: {reasons}", fix)
-    if (bare := plan.shares["bare"]) > MAX_BARE:
-        what = f"{plan.model_name}: {bare:.1%} of the parameter values are sent unchanged, because {reasons}."
+        raise TooLittleCovered(plan.model_name, f"{message}: {reasons}", fix)
+    if (bare_share := plan.shares["bare"]) > MAX_BARE:
+        message = f"{plan.model_name}: {bare_share:.1%} of the parameter values are sent unchanged, because {reasons}."
         hint = "print(plan) lists all reasons; pass min_coverage to refuse models like this."
-        warnings.warn(f"{what} {hint}", UserWarning, stacklevel=2)
+        warnings.warn(f"{message} {hint}", UserWarning, stacklevel=2)
     return plan
 
 
 def _check_outputs(model: nn.Module, outputs: Sequence[Tensor]) -> None:
-    """Refuse outputs without a row per sample, or rounded to a lower precision than that of the parameters."""
-    name, found = type(model).__name__, next((p for p in model.parameters() if p.is_floating_point()), None)
-    if any(own.dim() == 0 for own in outputs):
-        what = "the model returns one number for the whole batch, such as a mean or a loss"
-        raise AnalysisError(name, what, "return one row per sample; the loss averages them")
-    for own in outputs:
-        if found is not None and torch.finfo(own.dtype).eps > torch.finfo(found.dtype).eps:
-            what = f"it rounds its outputs to {own.dtype}, which changes perturbed outputs differently"
-            raise AnalysisError(name, what, f"return them in {found.dtype}")
+    """Refuse outputs without a row per sample, and outputs with a lower precision than the parameters."""
+    name, parameter = type(model).__name__, next((p for p in model.parameters() if p.is_floating_point()), None)
+    if any(output.dim() == 0 for output in outputs):
+        message = "the model returns one number for the whole batch, such as a mean or a loss"
+        raise AnalysisError(name, message, "return one row per sample; the loss averages them")
+    for output in outputs:
+        if parameter is not None and torch.finfo(output.dtype).eps > torch.finfo(parameter.dtype).eps:
+            message = f"it rounds its outputs to {output.dtype}, which has a different effect on perturbed outputs"
+            raise AnalysisError(name, message, f"return them in {parameter.dtype}")
 
 
-REPORT = "report a bug with the model; until then, use the defence 'plain' or 'ppdl', which do not analyse it"
+FIX_REPORT = (
+    "report a bug and attach the model; until then, use a defence that does not analyse models: 'plain' or 'ppdl'"
+)
 
 
 @suspend_autocast()
@@ -146,23 +148,29 @@ def make_plan(
     with run_eagerly(model):
         graph = export(model, inputs, samples)
         if len(graph.outputs) != 1:  # forward was replaced by a function, which cannot be wrapped
-            fix = "define forward in a class that derives from the model's"
+            fix = "define forward in a subclass of the model's class"
             raise AnalysisError(type(model).__name__, "its replaced forward method returns several tensors", fix)
-        _check_outputs(model, [own for node in graph.outputs if isinstance(own := node.meta.get("val"), Tensor)])
+        _check_outputs(model, [value for node in graph.outputs if isinstance(value := node.meta.get("val"), Tensor)])
         probe(model, inputs, samples)
-        others = [export(model, inputs, samples, chosen) for chosen in combinations(graph.decisions)]
-        skipped = {name for name in graph.used if not all(name in own.used for own in others)}
+        skip_graphs = [
+            export(model, inputs, samples, skipped_layers) for skipped_layers in combinations(graph.decisions)
+        ]
+        skipped = {
+            name for name in graph.used_names if not all(name in skip_graph.used_names for skip_graph in skip_graphs)
+        }
         layer, node = None, None
         if not exposed:
             layer, node = find_head(model, graph, inputs, samples, only_trained=only_trained, skipped=skipped)
     walk = Walk(graph, node)
     try:
         walk.run()
-        for own in others:
-            Walk(own, find_layer(own, layer) if layer and node else None, walk.ledger, walk.used).run()
+        for skip_graph in skip_graphs:
+            Walk(
+                skip_graph, find_layer(skip_graph, layer) if layer and node else None, walk.ledger, walk.used_names
+            ).run()
         return build_plan(model, walk, layer, describe_form(inputs), public, frozen, output)
     except FedveilError:
         raise
     except Exception as error:
-        what = f"its operations cannot be followed: {first_line(error)}"
-        raise AnalysisError(type(model).__name__, what, REPORT) from error
+        message = f"its operations cannot be analysed: {first_line(error)}"
+        raise AnalysisError(type(model).__name__, message, FIX_REPORT) from error

@@ -14,7 +14,7 @@ MAX_ELEMENTS = 2**20  # maximum size of a parameter that is used element by elem
 
 
 class NoRule(Exception):
-    """Raised if there is no rule for an operation, or for this use of it; the message states the reason."""
+    """There is no rule for an operation, or for this use of it; the message states the reason."""
 
 
 @dataclass(eq=False)
@@ -32,7 +32,7 @@ class Activation:
 
 @dataclass(eq=False)
 class StateTensor:
-    """A parameter or buffer of the model, or a view of one; `whole` is the full tensor.
+    """A parameter or buffer of the model, or a view of one; `full` is the entire tensor.
 
     Operations without special treatment for parameters treat it as an activation: a parameter has one unit per element,
     and a buffer has none.
@@ -42,7 +42,7 @@ class StateTensor:
     name: str
     is_parameter: bool
     ledger: Ledger
-    whole: Tensor
+    full: Tensor
 
     zero = False
 
@@ -51,37 +51,39 @@ class StateTensor:
         """The noise on this tensor if it is treated as an activation."""
         if not self.is_parameter:
             return Units()
-        known, shape = self.ledger.element_units, self.whole.shape
-        if self.name not in known:
+        element_units, shape = self.ledger.element_units, self.full.shape
+        if self.name not in element_units:
             if shape.numel() > MAX_ELEMENTS:
                 self.leave_bare(self.name, "it is too large for an operation that uses its elements individually")
                 return Units()
-            known[self.name] = Units((self.ledger.create_scale(shape, self.name),), (self.ledger.create_order(shape),))
-            replace(self, value=self.whole).attach(known[self.name])
-        if self.value is self.whole:
-            return known[self.name]
+            element_units[self.name] = Units(
+                (self.ledger.create_scale(shape, self.name),), (self.ledger.create_order(shape),)
+            )
+            replace(self, value=self.full).attach(element_units[self.name])
+        if self.value is self.full:
+            return element_units[self.name]
         form = tuple(self.value.shape), tuple(self.value.stride()), int(self.value.storage_offset())
-        return self.ledger.move(known[self.name], lambda factor: factor.contiguous().as_strided(*form))
+        return self.ledger.move(element_units[self.name], lambda factor: factor.contiguous().as_strided(*form))
 
     def attach(self, units: Units, view: Tensor | None = None) -> None:
         """Record the noise on this tensor; `units` may have the dims of `view`, a view of all its elements."""
         form = self.value if view is None else view
         self.ledger.attach(self.name, form, int(self.value.storage_offset()), units)
 
-    def leave_bare(self, where: str, why: str) -> None:
+    def leave_bare(self, where: str, reason: str) -> None:
         """Record that this tensor gets no noise."""
         if self.is_parameter:
             self.attach(Units())
-            self.ledger.limit([torch.zeros(1, dtype=torch.int64)], Symmetry.NOTHING, where, why)
+            self.ledger.limit([torch.zeros(1, dtype=torch.int64)], Symmetry.NOTHING, where, reason)
 
 
-Traced = Activation | StateTensor
+Operand = Activation | StateTensor
 Outcome = Units | list[Units] | StateTensor
 
 
-def as_tensor(argument: object) -> Traced:
+def as_tensor(argument: object) -> Operand:
     """Return the argument if it is a tensor; otherwise raise NoRule."""
-    if not isinstance(argument, Traced):
+    if not isinstance(argument, Operand):
         raise NoRule(f"it has an operand of type {type(argument).__name__}")
     return argument
 
@@ -115,10 +117,10 @@ class Call:
     run: Callable[..., Tensor]
     ledger: Ledger
     is_head: bool = False
-    operands: list[Traced] = field(init=False)
+    operands: list[Operand] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.operands = [leaf for leaf in pytree.tree_leaves(dict(self.arguments)) if isinstance(leaf, Traced)]
+        self.operands = [leaf for leaf in pytree.tree_leaves(dict(self.arguments)) if isinstance(leaf, Operand)]
 
     def __getitem__(self, name: str) -> object:
         return self.arguments[name]
@@ -127,7 +129,7 @@ class Call:
         """Return the first of these arguments that the operation has, or None."""
         return next((self.arguments[name] for name in names if name in self.arguments), None)
 
-    def tensor(self, *names: str) -> Traced:
+    def tensor(self, *names: str) -> Operand:
         """Return the first of these arguments that the operation has, which must be a tensor."""
         return as_tensor(self.get(*names))
 
@@ -137,15 +139,15 @@ class Call:
 
     def sequence(self, *names: str) -> list[object]:
         """Return an argument as a list; a single value becomes a one-element list."""
-        found = self.get(*names)
-        return list(found) if isinstance(found, list | tuple) else [found]
+        result = self.get(*names)
+        return list(result) if isinstance(result, list | tuple) else [result]
 
     def integers(self, *names: str) -> list[int]:
         """Return an argument as a list of integers, which is empty if the argument is None."""
         return [n for n in self.sequence(*names) if isinstance(n, int)]
 
     @property
-    def x(self) -> Traced:
+    def x(self) -> Operand:
         """The first operand."""
         return self.operands[0]
 
@@ -166,29 +168,29 @@ class Call:
 
     def dim(self, rank: int | None = None) -> int:
         """Return the argument `dim` as a nonnegative index into `rank` dims, by default those of the first operand."""
-        (found,) = self.integers("dim")
-        return found % max(1, self.x.value.dim() if rank is None else rank)
+        (result,) = self.integers("dim")
+        return result % max(1, self.x.value.dim() if rank is None else rank)
 
     def pack(self, units: Units) -> Outcome:
         """Assign units to the first output; the other outputs carry no noise."""
         return units if isinstance(self.output, Tensor) else [units]
 
-    def broadcast(self, operand: Traced) -> Units:
+    def broadcast(self, operand: Operand) -> Units:
         """Return the operand's units with as many dims as the output."""
         return operand.units.map(lambda factor: align(factor, self.rank))
 
-    def distinct_dims(self, operand: Traced) -> Dims:
+    def distinct_dims(self, operand: Operand) -> Dims:
         """Return the dims of the output along which the operand's elements may differ."""
-        ahead = self.rank - operand.value.dim()
-        return frozenset(d + ahead for d in distinct_dims(operand.value))
+        num_leading = self.rank - operand.value.dim()
+        return frozenset(d + num_leading for d in distinct_dims(operand.value))
 
-    def limit(self, factors: Sequence[Tensor], symmetry: Symmetry, why: str | None = None) -> None:
+    def limit(self, factors: Sequence[Tensor], symmetry: Symmetry, reason: str | None = None) -> None:
         """Record that this operation commutes only with the factors that `symmetry` allows."""
-        self.ledger.limit(factors, symmetry, self.where, why)
+        self.ledger.limit(factors, symmetry, self.where, reason)
 
-    def drop_scale(self, units: Units, why: str | None = None) -> Units:
+    def drop_scale(self, units: Units, reason: str | None = None) -> Units:
         """Return the units without their scale, because this operation does not commute with any factor."""
-        self.limit(units.scale, Symmetry.NOTHING, why)
+        self.limit(units.scale, Symmetry.NOTHING, reason)
         return Units((), units.order)
 
     def merge_scale(self, factors: Sequence[Tensor], dims: Dims) -> tuple[Tensor, ...]:
@@ -204,10 +206,10 @@ class Call:
 
     def merge_to_channels(self, units: Units, dim: int, rank: int) -> Units:
         """Make units equal along all of the `rank` dims except `dim`, and return them as 1-D factors."""
-        others = frozenset(range(rank)) - {dim}
-        order = self.merge_order([factor for factor in units.order if factor.shape[dim] > 1], others)
+        other_dims = frozenset(range(rank)) - {dim}
+        order = self.merge_order([factor for factor in units.order if factor.shape[dim] > 1], other_dims)
         self.ledger.fix(*[factor for factor in units.order if varying_dims(factor) and factor.shape[dim] == 1])
-        return Units(self.merge_scale(units.scale, others), order).map(Tensor.flatten)
+        return Units(self.merge_scale(units.scale, other_dims), order).map(Tensor.flatten)
 
 
 Rule = Callable[[Call], Outcome]

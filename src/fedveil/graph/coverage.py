@@ -1,4 +1,4 @@
-"""Measure and describe how much of a model is perturbed, and how much of the noise is revealed by known values.
+"""Measure and describe how much of a model is perturbed, and how much of the noise known values reveal.
 
 For example, the weight of a newly initialised BatchNorm is all ones, so each perturbed value equals the product of its
 factors. If all but one of these factors are known, the last one is revealed, for this tensor and all others.
@@ -40,17 +40,17 @@ class KnownValues:
 
 def _count_free(part: "TensorPart", scale: Mask, order: Mask | None = None) -> int:
     """Count the elements of a part that none of the selected slots act on, as a product over independent dims."""
-    factors = [own.select(torch.from_numpy(~scale)) for own in part.scale]
-    factors += [] if order is None else [own.select(torch.from_numpy(~order)) for own in part.order]
+    factors = [factor.select(torch.from_numpy(~scale)) for factor in part.scale]
+    factors += [] if order is None else [factor.select(torch.from_numpy(~order)) for factor in part.order]
     groups: list[tuple[Dims, torch.Tensor]] = []
-    for own in factors:
-        dims = varying_dims(own)
-        for other, untouched in [group for group in groups if group[0] & dims]:
-            groups = [group for group in groups if group[0] is not other]
-            own, dims = own & untouched, dims | other
-        groups.append((dims, own))
+    for factor in factors:
+        dims = varying_dims(factor)
+        for other_dims, other_factor in [group for group in groups if group[0] & dims]:
+            groups = [group for group in groups if group[0] is not other_dims]
+            factor, dims = factor & other_factor, dims | other_dims
+        groups.append((dims, factor))
     constant = [size for dim, size in enumerate(part.shape) if not any(dim in dims for dims, _ in groups)]
-    return math.prod([*constant, *[int(own.sum()) for _, own in groups]])
+    return math.prod([*constant, *[int(factor.sum()) for _, factor in groups]])
 
 
 def _hidden_parts(plan: "Plan") -> list["TensorPart"]:
@@ -71,13 +71,13 @@ def restrict(plan: "Plan", *, factors: bool, permutations: bool) -> "Plan":
 
 
 def measure_shares(plan: "Plan") -> MappingProxyType[str, float]:
-    """Return the fraction of parameter values per kind of perturbation; each value counts as its strongest kind."""
+    """Return the fraction of parameter values per kind of perturbation; each value is counted as its strongest kind."""
     symmetries = plan.symmetries[plan.slots.unit]
-    sized, acts, moves = (symmetries & Symmetry.POSITIVE) > 0, symmetries > 0, plan.slots.order > 0
+    has_factor, has_scale, has_order = (symmetries & Symmetry.POSITIVE) > 0, symmetries > 0, plan.slots.order > 0
     counts = np.zeros(len(KINDS), np.int64)
     for part in _hidden_parts(plan):
-        size, unscaled, unsigned = math.prod(part.shape), _count_free(part, sized), _count_free(part, acts)
-        counts += [size - unscaled, unscaled - unsigned, unsigned - _count_free(part, acts, moves)]
+        size, unscaled, unsigned = math.prod(part.shape), _count_free(part, has_factor), _count_free(part, has_scale)
+        counts += [size - unscaled, unscaled - unsigned, unsigned - _count_free(part, has_scale, has_order)]
     head = (plan.head.weight, plan.head.bias) if plan.head else ()
     counts[0] += sum(entry.shape.numel() for entry in plan.layout.entries if entry.name in head)
     total = max(1, plan.layout.parameters)
@@ -87,28 +87,30 @@ def measure_shares(plan: "Plan") -> MappingProxyType[str, float]:
 
 def measure_known_values(plan: "Plan") -> KnownValues:
     """Measure how much of the noise is revealed by values that clients know in advance."""
-    known = [part for name in plan.known_names for part in plan.pieces[name]]
+    known_parts = [part for name in plan.known_names for part in plan.pieces[name]]
     units = plan.slots.unit
-    sized, signed = ((plan.symmetries[units] & kind) > 0 for kind in (Symmetry.POSITIVE, Symmetry.SIGN))
-    open_size, open_sign = (
-        secret & ~np.isin(units, _find_revealed_classes(plan, known, kind))
-        for secret, kind in ((sized, Symmetry.POSITIVE), (signed, Symmetry.SIGN))
+    has_factor, has_sign = ((plan.symmetries[units] & kind) > 0 for kind in (Symmetry.POSITIVE, Symmetry.SIGN))
+    secret_factor, secret_sign = (
+        secret & ~np.isin(units, _find_revealed_classes(plan, known_parts, kind))
+        for secret, kind in ((has_factor, Symmetry.POSITIVE), (has_sign, Symmetry.SIGN))
     )
     count = 0
-    for part in _hidden_parts(plan) if known else ():  # count magnitudes, or signs if only signs are secret
-        count += _count_free(part, open_size) - _count_free(part, sized)
-        count += _count_free(part, sized | open_sign) - _count_free(part, sized | signed)
+    for part in _hidden_parts(plan) if known_parts else ():  # count magnitudes, or signs if only signs are secret
+        count += _count_free(part, secret_factor) - _count_free(part, has_factor)
+        count += _count_free(part, has_factor | secret_sign) - _count_free(part, has_factor | has_sign)
     return KnownValues(plan.known_names, count / max(1, plan.layout.parameters))
 
 
-def _find_revealed_classes(plan: "Plan", known: Sequence["TensorPart"], kind: Symmetry) -> list[int]:
-    """Return the scale classes whose magnitude (or sign) is revealed as the only unknown left in a known product."""
+def _find_revealed_classes(plan: "Plan", known_parts: Sequence["TensorPart"], kind: Symmetry) -> list[int]:
+    """Return the scale classes whose magnitude (or sign) is revealed as the last unknown factor of a known product."""
     secret = (plan.symmetries & kind) > 0
-    products = [product for part in known for product in _find_products(plan, part, secret)]
-    found: set[int] = set()
-    while new := {next(iter(rest)) for product in products if len(rest := product - found) == 1}:
-        found |= new
-    return sorted(found)
+    products = [product for part in known_parts for product in _find_products(plan, part, secret)]
+    revealed: set[int] = set()
+    while newly_revealed := {
+        next(iter(remaining)) for product in products if len(remaining := product - revealed) == 1
+    }:
+        revealed |= newly_revealed
+    return sorted(revealed)
 
 
 def _find_products(plan: "Plan", part: "TensorPart", secret: Mask) -> set[frozenset[int]]:
@@ -116,7 +118,7 @@ def _find_products(plan: "Plan", part: "TensorPart", secret: Mask) -> set[frozen
     if not part.scale:
         return set()
     units = torch.from_numpy(plan.slots.unit)
-    rows = np.broadcast_arrays(*[own.select(units).numpy() for own in part.scale])
+    rows = np.broadcast_arrays(*[slots.select(units).numpy() for slots in part.scale])
     table = np.unique(np.stack([row.ravel() for row in rows], 1), axis=0)
     return {frozenset(int(c) for c in row if secret[c]) for row in table}
 
@@ -140,7 +142,11 @@ def as_dict(plan: "Plan") -> dict[str, object]:
         "outputs": head.outputs if head else None,
         "tail": head.tail if head else None,
         "axes": [
-            {**vars(axis), "symmetry": axis.symmetry.words, "limited_by": [own._asdict() for own in axis.limited_by]}
+            {
+                **vars(axis),
+                "symmetry": axis.symmetry.words,
+                "limited_by": [reason._asdict() for reason in axis.limited_by],
+            }
             for axis in plan.axes
         ],
         "pinned": [reason._asdict() for reason in plan.pinned],
@@ -151,11 +157,13 @@ def as_dict(plan: "Plan") -> dict[str, object]:
 def describe_shares(plan: "Plan") -> str:
     """Describe in one line how much of the model is perturbed in each way."""
     words = ("scaled or with additive noise", "with changed signs", "only permuted", "bare")
-    return ", ".join(f"{share:.1%} {what}" for share, what in zip(plan.shares.values(), words, strict=True))
+    return ", ".join(
+        f"{share:.1%} {description}" for share, description in zip(plan.shares.values(), words, strict=True)
+    )
 
 
 def describe_known_values(plan: "Plan") -> str | None:
-    """Describe in one sentence how much is revealed by known values; return None if nothing is."""
+    """Describe in one sentence how much is revealed by known values; return None if nothing is revealed."""
     if not plan.known.share:
         return None
     names = ", ".join(plan.known.names[:3]) + (", ..." if len(plan.known.names) > 3 else "")
@@ -174,11 +182,11 @@ def _describe_local(plan: "Plan") -> str | None:
     if not plan.layout.local:
         return None
     values = sum(entry.shape.numel() for entry in plan.layout.local)
-    return f"clients have {values:,} more: they are frozen, and neither perturbed nor sent"
+    return f"clients already have {values:,} more, which are frozen and neither perturbed nor sent"
 
 
 def _describe_head(plan: "Plan") -> str:
-    """Describe which layer receives additive noise, and how clients run the layers after it."""
+    """Describe which layer receives additive noise, and how clients run later layers."""
     head = plan.head
     if head is None:
         return "HEAD EXPOSED: no additive noise; clients see the true predictions"
@@ -186,23 +194,23 @@ def _describe_head(plan: "Plan") -> str:
     if not head.is_inner:
         return f"the final layer, {layer}, receives additive noise"
     runs = "on all noise candidates at once" if head.tail == "stacked" else "once per noise candidate"
-    return f"{layer} receives additive noise; clients run the layers after it {runs}"
+    return f"{layer} receives additive noise; clients run later layers {runs}"
 
 
 def describe(plan: "Plan") -> str:
     """Describe a plan: a table of axes with their factors and limits, followed by the pinned operations and reasons."""
-    first = f"Plan of {plan.model_name}: {plan.layout.parameters:,} parameters: {describe_shares(plan)}"
-    texts = first, _describe_local(plan), _describe_head(plan), describe_known_values(plan)
+    heading = f"Plan of {plan.model_name}: {plan.layout.parameters:,} parameters: {describe_shares(plan)}"
+    texts = heading, _describe_local(plan), _describe_head(plan), describe_known_values(plan)
     lines = [line for line in texts if line] + [""]
     rows = [("channels from", "units", "factors", "limited by")]
     for axis in plan.axes:
-        limits = _abbreviate([f"{where}: {why}" for where, why in axis.limited_by], " more")
+        limits = _abbreviate([f"{where}: {reason}" for where, reason in axis.limited_by], " more")
         rows.append((_abbreviate(axis.written_by), str(axis.size), axis.symmetry.words, limits))
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    for name, units, factors, why in rows:
-        lines.append(f"  {name:<{widths[0]}}  {units:>{widths[1]}}  {factors:<{widths[2]}}  {why}".rstrip())
+    for name, units, factors, reason in rows:
+        lines.append(f"  {name:<{widths[0]}}  {units:>{widths[1]}}  {factors:<{widths[2]}}  {reason}".rstrip())
     if plan.pinned:
-        lines += ["", "no factor passes through", *[f"  {where}: {why}" for where, why in plan.pinned]]
+        lines += ["", "no factor passes through", *[f"  {where}: {reason}" for where, reason in plan.pinned]]
     if plan.layout.unused:
         lines += ["", "never read by forward, so neither sent nor trained: " + ", ".join(plan.layout.unused)]
     return "\n".join(lines)

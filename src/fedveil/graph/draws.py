@@ -7,16 +7,16 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-HALF = ("rand", "rand_like", "uniform", "uniform_", "exponential", "exponential_", "randn", "randn_like", "normal_")
-ONE = ("bernoulli", "bernoulli_")
+HALVES = ("rand", "rand_like", "uniform", "uniform_", "exponential", "exponential_", "randn", "randn_like", "normal_")
+ONES = ("bernoulli", "bernoulli_")
 
 
 class FixedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Replaces random numbers with constants, and counts operations.
+    """A mode that replaces random numbers with constants, and counts operations.
 
     Attributes:
         operations: the number of operations so far.
-        random: the names of random operations that were left as they are.
+        random: the names of random operations whose results were not replaced.
     """
 
     def __init__(self) -> None:
@@ -38,13 +38,13 @@ class FixedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         name = str(getattr(func, "overloadpacket", func)).rpartition(".")[2]
         if name == "native_dropout":
-            given = args[0]
-            assert isinstance(given, Tensor)
-            return given.clone(), torch.ones_like(given, dtype=torch.bool)
-        found = func(*args, **kwargs)
-        if name not in HALF + ONE:
+            inputs = args[0]
+            assert isinstance(inputs, Tensor)
+            return inputs.clone(), torch.ones_like(inputs, dtype=torch.bool)
+        result = func(*args, **kwargs)
+        if name not in HALVES + ONES:
             self.random.add(name)
-            return found
-        for leaf in pytree.tree_leaves(found):
-            leaf.fill_(0.5 if name in HALF else 1)
-        return found
+            return result
+        for leaf in pytree.tree_leaves(result):
+            leaf.fill_(0.5 if name in HALVES else 1)
+        return result

@@ -1,9 +1,9 @@
 """Unwrap compiled models, and refuse code around a model that cannot be traced or that changes gradients.
 
-Code that torch.compile has produced is for the true model and for plain gradients, so a perturbed model runs without
-it; evaluation uses it. The backward pass of a perturbed model has perturbed gradients: a hook or a user-defined
+Code that torch.compile has produced is for the true model and plain gradients, so it is used in evaluation, but not to
+run a perturbed model. The backward pass of a perturbed model has perturbed gradients: a hook or a user-defined
 backward pass that clamps, masks or rounds them does not have the same effect as on plain gradients, and the recovered
-gradient would be wrong. Forward hooks are part of forward, and work.
+gradient would be wrong. Forward hooks are part of forward and are supported.
 """
 
 import warnings
@@ -16,12 +16,12 @@ from torch.autograd.graph import Node
 
 from fedveil.errors import BadArgument, NotExact
 
-IN_STEP = "remove it; to change gradients, do so in the step of your own optimizer, which receives the recovered ones"
-BY_AUTOGRAD = (
-    "compute it with torch functions, whose derivatives autograd knows; for an identity with another gradient, such as "
+FIX_HOOK = "remove it; change gradients in the step of your own optimizer, which receives the recovered gradients"
+FIX_BACKWARD = (
+    "use torch functions, which autograd can differentiate; for an identity with a different gradient, such as "
     "a straight-through estimator, use x + (f(x) - x).detach()"
 )
-REENTRANT = "pass use_reentrant=False to torch.utils.checkpoint.checkpoint"
+FIX_REENTRANT = "pass use_reentrant=False to torch.utils.checkpoint.checkpoint"
 # User-defined backward passes of published packages that have been checked: each is the derivative of its forward pass,
 # or differs from it by a rounded constant, where the rules for the operations of forward let no factor through.
 KNOWN_BACKWARD = {
@@ -37,45 +37,45 @@ TENSOR_HOOK = "it has a gradient hook (register_hook), which would not see the r
 GLOBAL_HOOK = "a backward hook is registered for all modules, and would receive perturbed gradients"
 
 
-def refuse_hooks(found: tuple[tuple[str, str], ...], model_name: str) -> None:
-    """Refuse a model with hooks; `found` lists the path of a module or tensor, and the kind of hook."""
-    for path, what in found:
-        fix = "remove it: call remove() on the handle that registering it returned"
-        raise NotExact(path or model_name, what, fix if what == GLOBAL_HOOK else IN_STEP)
+def refuse_hooks(hooks: tuple[tuple[str, str], ...], model_name: str) -> None:
+    """Refuse a model with hooks; `hooks` lists the path of a module or tensor, and the kind of hook."""
+    for path, message in hooks:
+        fix = "remove the hook: call remove() on the handle that its registration returned"
+        raise NotExact(path or model_name, message, fix if message == GLOBAL_HOOK else FIX_HOOK)
 
 
 def refuse_packing(where: str) -> None:
     """Refuse saved_tensors_hooks that may change tensors saved for the backward pass."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks and getattr(hooks[0], "__module__", None) not in KNOWN_PACKERS:
-        what = "saved_tensors_hooks are active, which may change the activations that gradients are computed from"
-        raise NotExact(where, what, "remove them; torch.utils.checkpoint and save_on_cpu work")
+        message = "saved_tensors_hooks are active, which may change the activations from which gradients are computed"
+        raise NotExact(where, message, "remove them; torch.utils.checkpoint and save_on_cpu are supported")
 
 
-def new_nodes(outputs: list[Tensor], seen: set[Node]) -> Iterator[Node]:
-    """Yield the nodes of the backward graph of these tensors that are not in `seen`, and add them to it."""
-    waiting = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
-    while waiting:
-        node = waiting.pop()
-        if node not in seen:
-            seen.add(node)
+def new_nodes(outputs: list[Tensor], visited: set[Node]) -> Iterator[Node]:
+    """Yield the nodes of the backward graph of these tensors that are not in `visited`, and add them to it."""
+    pending = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    while pending:
+        node = pending.pop()
+        if node not in visited:
+            visited.add(node)
             yield node
-            waiting += [following for following, _ in node.next_functions if following is not None]
+            pending += [successor for successor, _ in node.next_functions if successor is not None]
 
 
 def refuse_custom_backward(node: Node, where: str) -> None:
     """Refuse a node of the backward graph whose backward pass is not derived by PyTorch."""
     kind = type(node)
-    own: Callable[..., object] | None = getattr(kind, "_forward_cls", None)
-    if own is None and not node.name().startswith("torch::autograd::CppNode"):
+    function: Callable[..., object] | None = getattr(kind, "_forward_cls", None)
+    if function is None and not node.name().startswith("torch::autograd::CppNode"):
         return
-    module, name = getattr(own, "__module__", ""), getattr(own, "__qualname__", node.name())
+    module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", node.name())
     if module.startswith("torch._higher_order_ops") or f"{module}.{name}" in KNOWN_BACKWARD:
         return
-    if own is torch.utils.checkpoint.CheckpointFunction:
-        raise NotExact(where, "its reentrant checkpoint hides the backward pass of its layers", REENTRANT)
-    what = f"the backward pass of {name} is user-defined, and would receive perturbed gradients"
-    raise NotExact(where, what, BY_AUTOGRAD)
+    if function is torch.utils.checkpoint.CheckpointFunction:
+        raise NotExact(where, "its reentrant checkpoint hides the backward pass of its layers", FIX_REENTRANT)
+    message = f"the backward pass of {name} is user-defined, and would receive perturbed gradients"
+    raise NotExact(where, message, FIX_BACKWARD)
 
 
 WRAPPER = "OptimizedModule"  # the class of modules that torch.compile returns; importing it takes a second
@@ -88,7 +88,7 @@ def is_wrapper(module: nn.Module) -> bool:
 
 
 def find_original(model: nn.Module) -> nn.Module:
-    """Return the module that torch.compile was called with, or the model itself."""
+    """Return the module that was passed to torch.compile, or the model itself."""
     while is_wrapper(model):
         model = model._orig_mod  # type: ignore[assignment]
     return model
@@ -105,26 +105,28 @@ def run_eagerly(model: nn.Module) -> Iterator[None]:
 
 
 def unwrap(where: str, model: nn.Module) -> nn.Module:
-    """Return the module to perturb: that from which a model was compiled, with a warning, or the model itself.
+    """Return the module to perturb: the original of a compiled model (with a warning), or the model itself.
 
     Raises:
         BadArgument: the model is or contains a scripted or parallel module, or has parameters on the meta device.
     """
-    found = find_original(model)
-    if meta := [name for name, own in found.named_parameters() if own.is_meta]:
-        raise BadArgument(where, f"{meta[0]} is on the meta device, which holds no values", "load the model's weights")
-    for path, module in found.named_modules():
+    original = find_original(model)
+    if meta := [name for name, parameter in original.named_parameters() if parameter.is_meta]:
+        raise BadArgument(where, f"{meta[0]} is on the meta device, which has no values", "load the model's weights")
+    for path, module in original.named_modules():
         name = f"model.get_submodule({path!r})" if path else "model"
         if isinstance(module, torch.jit.ScriptModule):
-            what = "is a ScriptModule, whose operations cannot be traced"
+            message = "is a ScriptModule, whose operations cannot be traced"
             fix = "pass the original module, not the output of torch.jit.script or torch.jit.trace"
         elif isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
-            what = f"is wrapped in {type(module).__name__}, which splits a batch across devices"
+            message = f"is wrapped in {type(module).__name__}, which splits a batch across devices"
             fix = f"pass {name}.module, on a single device"
         else:
             continue
-        raise BadArgument(where, f"layer {path!r} of the model {what}" if path else f"the model {what}", fix)
-    if found is not model or any(is_wrapper(own) or own._compiled_call_impl is not None for own in found.modules()):
-        what = f"{where}: the model was compiled by torch.compile; perturbed steps run without the compiled code."
-        warnings.warn(what, UserWarning, stacklevel=3)
-    return found
+        raise BadArgument(where, f"layer {path!r} of the model {message}" if path else f"the model {message}", fix)
+    if original is not model or any(
+        is_wrapper(module) or module._compiled_call_impl is not None for module in original.modules()
+    ):
+        message = f"{where}: the model was compiled by torch.compile; perturbed steps run without the compiled code."
+        warnings.warn(message, UserWarning, stacklevel=3)
+    return original

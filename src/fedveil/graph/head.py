@@ -37,7 +37,7 @@ class Head:
         tail: the operations after the layer. "alike": all are linear and treat every output in the same way.
             "reshaped": all are reshapes, which clients need not run. Otherwise, clients subtract each noise candidate
             from the layer's output. "stacked": the results are concatenated along the batch. "repeated": forward runs
-            once per candidate, because the results cannot be stacked.
+            once per candidate, because the results cannot be concatenated.
     """
 
     path: str
@@ -65,14 +65,18 @@ def find_head(
 ) -> tuple[Head, fx.Node | None]:
     """Return the final layer and its node; if it cannot take noise, return the last layer that can, and None.
 
-    If `only_trained` is true, layers with a frozen weight or bias cannot take noise. Nor can layers whose weight is in
-    `skipped`, because forward may not call them.
+    If `only_trained` is true, layers with a frozen weight or bias cannot take noise. Layers whose weight is in
+    `skipped` cannot take noise either, because forward may not call them.
     """
-    frozen = {name for name, own in model.named_parameters() if only_trained and not own.requires_grad}
+    frozen = {name for name, parameter in model.named_parameters() if only_trained and not parameter.requires_grad}
     inputs = check_example(model, inputs, samples)
-    found = _find_head_at_end(model, graph, inputs)
-    if found and frozen.isdisjoint((found[0].weight, found[0].bias)) and found[0].weight not in skipped:
-        return found
+    final_layer = _find_head_at_end(model, graph, inputs)
+    if (
+        final_layer
+        and frozen.isdisjoint((final_layer[0].weight, final_layer[0].bias))
+        and final_layer[0].weight not in skipped
+    ):
+        return final_layer
     reasons: list[str] = []
     for node in [
         *_find_layers(graph, operations.LAYERS | {operations.ADDMM}),
@@ -80,15 +84,15 @@ def find_head(
     ]:
         try:
             if _describe_layer(graph, node)[0].weight in skipped:
-                raise _UnsuitableLayer("forward may skip it at random, such as with layerdrop")
+                raise _UnsuitableLayer("forward may skip it at random, as with layerdrop")
             return _find_head_within(model, graph, node, inputs, frozen), None
         except _UnsuitableLayer as reason:
             reasons.append(f"{describe_location(node)}: {reason}")
-    what = "; ".join(reasons[:3]) or "it has neither a Linear nor a convolution"
+    message = "; ".join(reasons[:3]) or "it has neither a Linear nor a convolution"
     raise HeadNotLinear(
         type(model).__name__,
-        f"no layer can take additive noise: {what}",
-        "give the model a Linear or a convolution whose weight nothing else uses; or, for multiplicative noise only, "
+        f"no layer can take additive noise: {message}",
+        "add a Linear or a convolution whose weight is used only there; or, for multiplicative noise only, "
         'call analyse(model, inputs, head="exposed"): clients then see the true predictions',
     )
 
@@ -97,12 +101,14 @@ def find_layer(graph: ModelGraph, head: Head) -> fx.Node | None:
     """Return the node of the head in a graph in which other layers are skipped."""
     nodes = [n for n in graph.graph.nodes if n.op == "call_function" and operation_name(n) in operations.LAYERS]
     weights = [(n, named_arguments(n)["weight"]) for n in nodes]
-    found = [n for n, own in weights if isinstance(own, fx.Node) and graph.parameters.get(own.name) == head.weight]
-    return found[-1] if found else None
+    layers = [
+        n for n, weight in weights if isinstance(weight, fx.Node) and graph.parameters.get(weight.name) == head.weight
+    ]
+    return layers[-1] if layers else None
 
 
 class _UnsuitableLayer(Exception):
-    """Raised for a layer that cannot take additive noise; the message states the reason."""
+    """A layer cannot take additive noise; the message states the reason."""
 
 
 def _find_head_at_end(model: nn.Module, graph: ModelGraph, inputs: Inputs) -> tuple[Head, fx.Node] | None:
@@ -129,7 +135,7 @@ def _find_head_at_end(model: nn.Module, graph: ModelGraph, inputs: Inputs) -> tu
 
 
 def _find_layers(graph: ModelGraph, kinds: Collection[str]) -> list[fx.Node]:
-    """Return the layers of these kinds from last to first, with those on every path to the output in front."""
+    """Return the layers of these kinds from last to first, starting with layers on every path to the output."""
     nodes = [n for n in graph.graph.nodes if n.op == "call_function" and operation_name(n) in kinds][::-1]
     state = {*graph.parameters, *graph.buffers}
     inputs = {n for n in graph.graph.nodes if n.op == "placeholder" and n.name not in state}
@@ -139,14 +145,14 @@ def _find_layers(graph: ModelGraph, kinds: Collection[str]) -> list[fx.Node]:
 
 def _reaches(node: fx.Node, goals: set[fx.Node], avoid: fx.Node | None) -> bool:
     """Return whether a path from one of the goals to `node` avoids the node `avoid`."""
-    seen, waiting = {node}, [node]
-    while waiting:
-        here = waiting.pop()
-        if here in goals:
+    visited, pending = {node}, [node]
+    while pending:
+        current = pending.pop()
+        if current in goals:
             return True
-        if here is not avoid:
-            waiting += [n for n in here.all_input_nodes if n not in seen]
-            seen.update(here.all_input_nodes)
+        if current is not avoid:
+            pending += [n for n in current.all_input_nodes if n not in visited]
+            visited.update(current.all_input_nodes)
     return False
 
 
@@ -157,14 +163,16 @@ def _describe_layer(graph: ModelGraph, node: fx.Node) -> tuple[Head, int]:
         argument = arguments[key]
         if argument is None:
             continue
-        known = graph.parameters.get(argument.name) if isinstance(argument, fx.Node) else None
-        if known is None:
+        parameter = graph.parameters.get(argument.name) if isinstance(argument, fx.Node) else None
+        if parameter is None:
             raise _UnsuitableLayer("its weight or bias is computed, not a parameter")
-        same = [n for n in graph.graph.nodes if n.op == "placeholder" and graph.parameters.get(n.name) == known]
-        users = [user for n in same for user in _list_readers(n)]
-        if any(operation_name(u) != name or _layer_arguments(u)[key] not in same for u in users):
-            raise _UnsuitableLayer(f"{known} is also used elsewhere (tied weights)")
-        names[key], calls = known, max(calls, len(users))
+        placeholders = [
+            n for n in graph.graph.nodes if n.op == "placeholder" and graph.parameters.get(n.name) == parameter
+        ]
+        users = [user for n in placeholders for user in _list_readers(n)]
+        if any(operation_name(u) != name or _layer_arguments(u)[key] not in placeholders for u in users):
+            raise _UnsuitableLayer(f"{parameter} is also used elsewhere (tied weights)")
+        names[key], calls = parameter, max(calls, len(users))
     assert isinstance(arguments["weight"], fx.Node)
     if arguments.get("groups", 1) != 1:
         raise _UnsuitableLayer(f"it has {arguments['groups']} groups")
@@ -185,19 +193,27 @@ def _list_readers(node: fx.Node) -> list[fx.Node]:
 
 
 def _layer_arguments(node: fx.Node) -> dict[str, Argument]:
-    """Return a layer's arguments by name; in addmm, the bias is the first and the weight is the last matrix."""
-    found = named_arguments(node)
+    """Return a layer's arguments by name; in addmm, the bias is the first argument, and the weight is the last."""
+    arguments = named_arguments(node)
     if operation_name(node) == operations.MATMUL:
-        other = found["other"]
-        if not isinstance(other, fx.Node) or other.meta["val"].dim() != 2:
+        second_matrix = arguments["other"]
+        if not isinstance(second_matrix, fx.Node) or second_matrix.meta["val"].dim() != 2:
             raise _UnsuitableLayer("its second matrix is not a parameter")
-        return {"weight": other.all_input_nodes[0] if _is_transpose(other) else other, "bias": None}
+        return {
+            "weight": second_matrix.all_input_nodes[0] if _is_transpose(second_matrix) else second_matrix,
+            "bias": None,
+        }
     if operation_name(node) != operations.ADDMM:
-        return found
-    bias = found["self"]
-    if found["alpha"] != 1 or found["beta"] != 1 or not isinstance(bias, fx.Node) or bias.meta["val"].dim() != 1:
+        return arguments
+    bias = arguments["self"]
+    if (
+        arguments["alpha"] != 1
+        or arguments["beta"] != 1
+        or not isinstance(bias, fx.Node)
+        or bias.meta["val"].dim() != 1
+    ):
         raise _UnsuitableLayer("it is not the sum of a product and a bias")
-    return {"weight": found["mat2"], "bias": bias}
+    return {"weight": arguments["mat2"], "bias": bias}
 
 
 def _find_head_within(model: nn.Module, graph: ModelGraph, node: fx.Node, inputs: Inputs, frozen: set[str]) -> Head:
@@ -205,30 +221,30 @@ def _find_head_within(model: nn.Module, graph: ModelGraph, node: fx.Node, inputs
     head, calls = _describe_layer(graph, node)
     if not frozen.isdisjoint((head.weight, head.bias)):
         raise _UnsuitableLayer("its weight or bias is frozen, and clients have it")
-    alone = _run(model, head, inputs, 1, copies=1)
-    if alone is None or alone[1] != calls:
+    shape_and_calls = _run(model, head, inputs, 1, copies=1)
+    if shape_and_calls is None or shape_and_calls[1] != calls:
         raise _UnsuitableLayer("forward calls it where its output cannot be changed")
     if calls == 1 and keeps_samples_independent(graph, node):
-        samples, *others = alone[0]
-        if _run(model, head, inputs, 1, copies=3) == ([3 * samples, *others], 1):
+        samples, *other_sizes = shape_and_calls[0]
+        if _run(model, head, inputs, 1, copies=3) == ([3 * samples, *other_sizes], 1):
             return replace(head, tail="stacked")
     return replace(head, tail="repeated")
 
 
 def _class_axis(model: nn.Module, head: Head, inputs: Inputs) -> int | None:
     """Return the axis of the model's output whose size grows with the number of head outputs; None if there is none."""
-    one, three = (_run(model, head, inputs, extra) for extra in (1, 3))
-    if one is None or three is None or len(one[0]) != len(three[0]):
+    one_extra, three_extra = (_run(model, head, inputs, num_extra) for num_extra in (1, 3))
+    if one_extra is None or three_extra is None or len(one_extra[0]) != len(three_extra[0]):
         return None
-    sizes = list(zip(one[0], three[0], strict=True))
-    grown = [d for d, (a, b) in enumerate(sizes) if a != b]
-    if len(grown) != 1 or grown[0] == 0 or sizes[grown[0]] != (head.outputs + 1, head.outputs + 3):
+    sizes = list(zip(one_extra[0], three_extra[0], strict=True))
+    growing = [d for d, (a, b) in enumerate(sizes) if a != b]
+    if len(growing) != 1 or growing[0] == 0 or sizes[growing[0]] != (head.outputs + 1, head.outputs + 3):
         return None
-    return -1 if grown[0] == len(sizes) - 1 and head.axis == -1 else grown[0]
+    return -1 if growing[0] == len(sizes) - 1 and head.axis == -1 else growing[0]
 
 
-def _run(model: nn.Module, head: Head, inputs: Inputs, extra: int, copies: int = 0) -> tuple[list[int], int] | None:
-    """Run the model on fake tensors with `extra` more head outputs.
+def _run(model: nn.Module, head: Head, inputs: Inputs, num_extra: int, copies: int = 0) -> tuple[list[int], int] | None:
+    """Run the model on fake tensors with `num_extra` more head outputs.
 
     If `copies` is not 0, the extra outputs are removed again, and the others are repeated `copies` times along the
     batch. Return the shape of the model's output and the number of calls to the head, or None if the model fails,
@@ -240,7 +256,7 @@ def _run(model: nn.Module, head: Head, inputs: Inputs, extra: int, copies: int =
         for name, value in [*model_copy.named_parameters(), *model_copy.named_buffers()]:
             shape = list(value.shape)
             if name in (head.weight, head.bias):
-                shape[head.dim if name == head.weight else 0] += extra
+                shape[head.dim if name == head.weight else 0] += num_extra
             values[name] = torch.empty(shape, dtype=value.dtype, device=value.device)
 
         def change(output: Tensor) -> Tensor:
@@ -251,10 +267,10 @@ def _run(model: nn.Module, head: Head, inputs: Inputs, extra: int, copies: int =
         args, kwargs = arguments(example)
         try:
             with SkipMode(), LayerOutputMode(values[head.weight], change) as layer:
-                out = torch.func.functional_call(return_predictions(model_copy), values, args, kwargs)
+                predictions = torch.func.functional_call(return_predictions(model_copy), values, args, kwargs)
         except Exception:
             return None
-    return list(out.shape), layer.calls
+    return list(predictions.shape), layer.calls
 
 
 def keeps_samples_independent(graph: ModelGraph, node: fx.Node) -> bool:
@@ -263,22 +279,22 @@ def keeps_samples_independent(graph: ModelGraph, node: fx.Node) -> bool:
     Unknown operations are assumed to couple samples. The result is also false if a later operation uses a tensor that
     depends on the inputs through a path that bypasses the node, because that tensor has the original batch size.
     """
-    following = {node}
+    later_nodes = {node}
     for step in graph.graph.nodes:
         tensors = [n for n in step.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
-        if step.op != "call_function" or not any(n in following for n in tensors):
+        if step.op != "call_function" or not any(n in later_nodes for n in tensors):
             continue
-        others = [n for n in tensors if n not in following]
-        stored = all(n.name in graph.parameters or n.name in graph.buffers for n in others)
-        if not stored or not _keeps_samples_independent(step, others):
+        other_tensors = [n for n in tensors if n not in later_nodes]
+        are_stored = all(n.name in graph.parameters or n.name in graph.buffers for n in other_tensors)
+        if not are_stored or not _keeps_samples_independent(step, other_tensors):
             return False
-        following.add(step)
+        later_nodes.add(step)
     return True
 
 
 def _keeps_samples_independent(step: fx.Node, parameters: list[fx.Node]) -> bool:
-    value, first = step.meta.get("val"), step.all_input_nodes[0].meta.get("val")
-    if not isinstance(value, Tensor) or not isinstance(first, Tensor) or not hasattr(step.target, "_schema"):
+    value, input_value = step.meta.get("val"), step.all_input_nodes[0].meta.get("val")
+    if not isinstance(value, Tensor) or not isinstance(input_value, Tensor) or not hasattr(step.target, "_schema"):
         return False
     name, arguments = operation_name(step), named_arguments(step)
     if name in operations.ONLY_IN_EVAL:
@@ -286,11 +302,11 @@ def _keeps_samples_independent(step: fx.Node, parameters: list[fx.Node]) -> bool
     if name in ELEMENTWISE:
         return all(t.dim() < value.dim() or t.shape[0] == 1 for t in (n.meta["val"] for n in parameters))
     dims = pytree.tree_leaves([arguments.get(key) for key in ("dim", "dims", "dim0", "dim1")])
-    dims = [d % max(1, first.dim() + (name == "unsqueeze")) for d in dims if isinstance(d, int)]
+    dims = [d % max(1, input_value.dim() + (name == "unsqueeze")) for d in dims if isinstance(d, int)]
     if name in operations.ALONG_DIMS:
         return bool(dims) and 0 not in dims
     if name == "permute":
         return bool(dims[0] == 0)
     if name in operations.RESHAPES:
-        return value.dim() > 0 and value.shape[0] == first.shape[0]
+        return value.dim() > 0 and value.shape[0] == input_value.shape[0]
     return name in operations.SAMPLE_BY_SAMPLE

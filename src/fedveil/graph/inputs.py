@@ -27,8 +27,8 @@ def arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the inputs as positional and keyword arguments for forward."""
     if isinstance(inputs, Tensor):
         return (inputs,), {}
-    found = as_dicts(inputs)
-    return ((), dict(found)) if isinstance(found, Mapping) else (tuple(found), {})
+    structure = as_dicts(inputs)
+    return ((), dict(structure)) if isinstance(structure, Mapping) else (tuple(structure), {})
 
 
 def call(model: nn.Module, inputs: Inputs) -> Tensor:
@@ -38,7 +38,7 @@ def call(model: nn.Module, inputs: Inputs) -> Tensor:
 
 
 def as_dicts(inputs: Inputs) -> Inputs:
-    """Return the same structure with every mapping as a dict, such as a tokenizer's BatchEncoding."""
+    """Convert all mappings in the inputs, such as a tokenizer's BatchEncoding, to dicts."""
     if isinstance(inputs, Tensor):
         return inputs
 
@@ -53,15 +53,15 @@ def tensors(inputs: Inputs) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(as_dicts(inputs)) if isinstance(leaf, Tensor)]
 
 
-def each(change: Callable[[Tensor], Tensor], inputs: Inputs) -> Inputs:
-    """Return the same structure, with mappings as dicts, and with `change` applied to every tensor."""
-    return cast(Inputs, pytree.tree_map_only(Tensor, change, as_dicts(inputs)))
+def each(function: Callable[[Tensor], Tensor], inputs: Inputs) -> Inputs:
+    """Return the same structure, with mappings as dicts, and with `function` applied to every tensor."""
+    return cast(Inputs, pytree.tree_map_only(Tensor, function, as_dicts(inputs)))
 
 
 def count(inputs: Inputs) -> int:
     """Return the number of samples in the inputs; 0 if they contain no tensor."""
-    found = tensors(inputs)
-    return found[0].shape[0] if found and found[0].dim() else 0
+    leaves = tensors(inputs)
+    return leaves[0].shape[0] if leaves and leaves[0].dim() else 0
 
 
 def describe_form(inputs: Inputs) -> str:
@@ -95,8 +95,8 @@ def record_calls(modules: Iterable[nn.Module]) -> Iterator[list[ModuleCall]]:
         calls.extend(ModuleCall(module, tensor) for tensor in tensors((args, kwargs))[:1])
 
     def end(module: nn.Module, args: tuple[object, ...], output: object) -> None:
-        started = [call for call in calls if call.module is module and call.output is None]
-        for call in started[-1:]:
+        open_calls = [call for call in calls if call.module is module and call.output is None]
+        for call in open_calls[-1:]:
             call.output = output
 
     with ExitStack() as stack:
@@ -122,35 +122,35 @@ class LayerOutputMode(TorchFunctionMode):
         self, func: Callable[..., object], types: object, args: Sequence[object] = (), kwargs: Named | None = None
     ) -> object:
         """Call the function, and change its result if it computes the layer."""
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
         position, key = (2, "mat2") if name == ADDMM else (1, "weight")
         weight = args[position] if len(args) > position else (kwargs or {}).get(key)
-        product = name in (MATMUL, f"__{MATMUL}__") and isinstance(args[1], Tensor) and self._is_view(args[1])
-        if not product and (weight is not self._weight or (name not in LAYERS and name != ADDMM)):
-            return found
-        assert isinstance(found, Tensor)
+        is_product = name in (MATMUL, f"__{MATMUL}__") and isinstance(args[1], Tensor) and self._is_view(args[1])
+        if not is_product and (weight is not self._weight or (name not in LAYERS and name != ADDMM)):
+            return result
+        assert isinstance(result, Tensor)
         self.calls += 1
-        return self._change(found)
+        return self._change(result)
 
     def _is_view(self, tensor: Tensor) -> bool:
-        same = tensor.untyped_storage()._cdata == self._weight.untyped_storage()._cdata
-        return same and tensor.numel() == self._weight.numel()
+        shares_memory = tensor.untyped_storage()._cdata == self._weight.untyped_storage()._cdata
+        return shares_memory and tensor.numel() == self._weight.numel()
 
 
 @contextmanager
 def change_recomputed(model: nn.Module, weight: Tensor, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Change the output of the layer that uses the weight in calls during backward, in which checkpoints run again."""
-    entered: list[ExitStack] = []
+    """Change the output of the layer that uses the weight when checkpoints recompute it during the backward pass."""
+    stacks: list[ExitStack] = []
 
     def begin(*_: object) -> None:
-        entered.append(ExitStack())
-        entered[-1].enter_context(LayerOutputMode(weight, change))
+        stacks.append(ExitStack())
+        stacks[-1].enter_context(LayerOutputMode(weight, change))
 
     def end(*_: object) -> None:
-        entered.pop().close()
+        stacks.pop().close()
 
-    owners = [own for own in model.modules() if any(tensor is weight for tensor in own._parameters.values())]
+    owners = [module for module in model.modules() if any(tensor is weight for tensor in module._parameters.values())]
     with ExitStack() as stack:
         for module in owners:
             stack.callback(module.register_forward_pre_hook(begin).remove)

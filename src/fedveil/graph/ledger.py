@@ -28,7 +28,7 @@ class Limit(NamedTuple):
     members: Tensor
     symmetry: Symmetry
     where: str
-    why: str
+    reason: str
 
 
 class Mark(NamedTuple):
@@ -117,26 +117,26 @@ class Ledger:
 
     # Constrain scale units.
 
-    def limit(self, factors: Sequence[Tensor], symmetry: Symmetry, where: str, why: str | None = None) -> None:
+    def limit(self, factors: Sequence[Tensor], symmetry: Symmetry, where: str, reason: str | None = None) -> None:
         """Allow only factors that `symmetry` contains."""
         if symmetry == Symmetry.EVERYTHING:
             return
         for factor in factors:
             members = torch.from_numpy(np.unique(factor.abs().numpy()))
-            reason = why or f"it lets {FACTORS[symmetry]} through"
+            reason = reason or f"it lets {FACTORS[symmetry]} through"
             self.limits.append(Limit(members[members > 0], symmetry, where, reason))
 
-    def unite_scale(self, a: Tensor, b: Tensor, where: str, why: str) -> None:
+    def unite_scale(self, a: Tensor, b: Tensor, where: str, reason: str) -> None:
         """Make two factors equal element by element; where only one of them has a unit, limit that unit to 1."""
         if a is b:
             return
         a, b = torch.broadcast_tensors(a, b)  # type: ignore[no-untyped-call]
-        alone = (a == 0) != (b == 0)
-        if alone.any():
-            self.limit([(a + b)[alone]], Symmetry.NOTHING, where, why)
-        both = (a != b) & ~alone
-        if both.any():
-            self.scale_pairs.append((a[both], b[both]))
+        is_unpaired = (a == 0) != (b == 0)
+        if is_unpaired.any():
+            self.limit([(a + b)[is_unpaired]], Symmetry.NOTHING, where, reason)
+        is_unequal = (a != b) & ~is_unpaired
+        if is_unequal.any():
+            self.scale_pairs.append((a[is_unequal], b[is_unequal]))
 
     def merge_scale(self, factor: Tensor, dims: Dims, where: str) -> Tensor:
         """Make a factor constant along `dims`, because an operation sums over them."""
@@ -144,27 +144,27 @@ class Ledger:
         self.unite_scale(factor, first, where, "it sums elements, some of which carry no factor")
         return first
 
-    def reconcile_scale(self, a: Sequence[Tensor], b: Sequence[Tensor], where: str, why: str) -> tuple[Tensor, ...]:
+    def reconcile_scale(self, a: Sequence[Tensor], b: Sequence[Tensor], where: str, reason: str) -> tuple[Tensor, ...]:
         """Make two products of factors equal and return the common product.
 
         Factors that occur on only one side are paired with each other or limited to 1. For products of many
         factors, this may be stricter than necessary.
         """
-        left = [x for x in a if not any(x is y for y in b)]
-        right = [y for y in b if not any(y is x for x in a)]
-        same = [x for x in a if any(x is y for y in b)]
-        while left and right:
-            x = left.pop(0)
-            y = min(right, key=lambda other: len(varying_dims(other) ^ varying_dims(x)))
-            right = [other for other in right if other is not y]
-            self.unite_scale(x, y, where, why)
-            same.append(min(x, y, key=Tensor.numel))
-        rest = left or right
-        if len(rest) == 2 and varying_dims(rest[0]) == varying_dims(rest[1]):
-            self.unite_scale(rest[0], -rest[1], where, why)
+        only_a = [x for x in a if not any(x is y for y in b)]
+        only_b = [y for y in b if not any(y is x for x in a)]
+        common = [x for x in a if any(x is y for y in b)]
+        while only_a and only_b:
+            x = only_a.pop(0)
+            y = min(only_b, key=lambda candidate: len(varying_dims(candidate) ^ varying_dims(x)))
+            only_b = [candidate for candidate in only_b if candidate is not y]
+            self.unite_scale(x, y, where, reason)
+            common.append(min(x, y, key=Tensor.numel))
+        unpaired = only_a or only_b
+        if len(unpaired) == 2 and varying_dims(unpaired[0]) == varying_dims(unpaired[1]):
+            self.unite_scale(unpaired[0], -unpaired[1], where, reason)
         else:
-            self.limit(rest, Symmetry.NOTHING, where, why)
-        return tuple(same)
+            self.limit(unpaired, Symmetry.NOTHING, where, reason)
+        return tuple(common)
 
     # Constrain order units.
 
@@ -186,9 +186,9 @@ class Ledger:
         if a is b:
             return
         a, b = torch.broadcast_tensors(a, b)  # type: ignore[no-untyped-call]
-        differ = a != b
-        if differ.any():
-            self.order_pairs.append((a[differ], b[differ]))
+        differs = a != b
+        if differs.any():
+            self.order_pairs.append((a[differs], b[differs]))
 
     def merge_order(self, factor: Tensor, dims: Dims) -> Tensor:
         """Make an order factor constant along `dims`, so that elements along them move together."""
@@ -203,17 +203,17 @@ class Ledger:
 
     def move_order(self, operation: Callable[[Sequence[Tensor]], Tensor], factors: Sequence[Tensor]) -> Tensor:
         """Apply an operation to order factors, one from each operand; the operation must only move elements."""
-        after = operation(factors)
-        if len(factors) == 1 and torch.equal(after.flatten(), factors[0].flatten()):
-            return after
+        moved = operation(factors)
+        if len(factors) == 1 and torch.equal(moved.flatten(), factors[0].flatten()):
+            return moved
 
         def origins(rank: Rank) -> Tensor:
             position = operation([rank(f) for f in factors])
-            which = operation([torch.full(f.shape, i) for i, f in enumerate(factors)])
-            return position * (len(factors) + 1) + which
+            operand = operation([torch.full(f.shape, i) for i, f in enumerate(factors)])
+            return position * (len(factors) + 1) + operand
 
-        self.marks.append(Mark(after, origins))
-        return after
+        self.marks.append(Mark(moved, origins))
+        return moved
 
     def fold(self, factors: Sequence[Tensor], dims: Dims) -> list[Tensor]:
         """Return the order factors that remain after a sum over `dims`."""
@@ -224,15 +224,15 @@ class Ledger:
 
         The elements along `dims` form one block per remaining position; the result contains the blocks' parents.
         """
-        inner = varying_dims(factor) & dims
-        if not inner:
+        summed_dims = varying_dims(factor) & dims
+        if not summed_dims:
             return factor
-        outer = sorted(varying_dims(factor) - inner)
-        if not outer:
+        remaining_dims = sorted(varying_dims(factor) - summed_dims)
+        if not remaining_dims:
             self.require_equal_counts(factor)
             return None
         parents = self.create_order(first_along(factor, dims).shape)
-        rows = factor.permute(*outer, *[d for d in range(factor.dim()) if d not in outer])
+        rows = factor.permute(*remaining_dims, *[d for d in range(factor.dim()) if d not in remaining_dims])
         self.blocks.append(Block(rows.reshape(parents.numel(), -1), parents.flatten()))
         return parents
 
@@ -244,27 +244,33 @@ class Ledger:
         `distinct_a` and `distinct_b` are the dims along which the elements of each operand may differ. Along all other
         dims an operand is broadcast, so permuting the other operand does not affect it.
         """
-        left = [(factor, self._fold(factor, dims - distinct_b)) for factor in a if (dims := varying_dims(factor))]
-        right = [(factor, self._fold(factor, dims - distinct_a)) for factor in b if (dims := varying_dims(factor))]
-        waiting = [(factor, seen) for factor, seen in right if seen is not None and varying_dims(factor) & distinct_a]
-        result = [factor for factor, _ in right if not varying_dims(factor) & distinct_a]
-        for factor, seen in left:
-            if seen is None or not varying_dims(factor) & distinct_b:
+        folded_a = [(factor, self._fold(factor, dims - distinct_b)) for factor in a if (dims := varying_dims(factor))]
+        folded_b = [(factor, self._fold(factor, dims - distinct_a)) for factor in b if (dims := varying_dims(factor))]
+        unmatched = [
+            (factor, folded) for factor, folded in folded_b if folded is not None and varying_dims(factor) & distinct_a
+        ]
+        result = [factor for factor, _ in folded_b if not varying_dims(factor) & distinct_a]
+        for factor, folded in folded_a:
+            if folded is None or not varying_dims(factor) & distinct_b:
                 result.append(factor)
                 continue
-            own = varying_dims(seen)
-            fits = [pair for pair in waiting if own <= varying_dims(pair[1]) or own >= varying_dims(pair[1])]
-            if not fits:
+            dims_of_folded = varying_dims(folded)
+            candidates = [
+                pair
+                for pair in unmatched
+                if dims_of_folded <= varying_dims(pair[1]) or dims_of_folded >= varying_dims(pair[1])
+            ]
+            if not candidates:
                 self.fix(factor)
                 continue
-            other, view = max(fits, key=lambda pair: len(varying_dims(pair[1]) & own))
-            waiting = [pair for pair in waiting if pair[0] is not other]
-            self.unite_order(seen, view)
-            if factor is seen and other is view:
+            other, other_folded = max(candidates, key=lambda pair: len(varying_dims(pair[1]) & dims_of_folded))
+            unmatched = [pair for pair in unmatched if pair[0] is not other]
+            self.unite_order(folded, other_folded)
+            if factor is folded and other is other_folded:
                 result.append(min(factor, other, key=Tensor.numel))
             else:  # keep the factor that varies along more dims
-                result.append(other if factor is seen else factor)
-        self.fix(*[factor for factor, _ in waiting])
+                result.append(other if factor is folded else factor)
+        self.fix(*[factor for factor, _ in unmatched])
         return tuple(result)
 
     # Assign units to the model's tensors.
@@ -276,21 +282,21 @@ class Ledger:
         """
         dims = sorted(range(layout.dim()), key=lambda d: (-layout.stride()[d], d))
         view = StridedView(tuple(layout.shape[d] for d in dims), tuple(layout.stride()[d] for d in dims), offset)
-        units, known = units.map(lambda factor: factor.permute(dims)), self.regions.setdefault(name, [])
-        for number, (other, old) in enumerate(known):
-            if other == view:
-                why = "it is used in two ways that need different noise"
-                scale = self.reconcile_scale(old.scale, units.scale, name, why)
-                everywhere = frozenset(range(len(dims)))
-                order = self.reconcile_order(old.order, everywhere, units.order, everywhere)
-                known[number] = Region(view, Units(scale, order))
+        units, regions = units.map(lambda factor: factor.permute(dims)), self.regions.setdefault(name, [])
+        for index, (other_view, other_units) in enumerate(regions):
+            if other_view == view:
+                reason = "it is used in two ways that need different noise"
+                scale = self.reconcile_scale(other_units.scale, units.scale, name, reason)
+                all_dims = frozenset(range(len(dims)))
+                order = self.reconcile_order(other_units.order, all_dims, units.order, all_dims)
+                regions[index] = Region(view, Units(scale, order))
                 return
-        overlapping = [old for other, old in known if view.overlaps(other)]
-        for old in [*overlapping, units] if overlapping else []:
-            self.pin(old, name, "overlapping parts of it are used in different ways")
-        known.append(Region(view, units))
+        overlapping = [other_units for other_view, other_units in regions if view.overlaps(other_view)]
+        for other_units in [*overlapping, units] if overlapping else []:
+            self.pin(other_units, name, "overlapping parts of it are used in different ways")
+        regions.append(Region(view, units))
 
-    def pin(self, units: Units, where: str, why: str) -> None:
+    def pin(self, units: Units, where: str, reason: str) -> None:
         """Forbid all noise on these units."""
-        self.limit(units.scale, Symmetry.NOTHING, where, why)
+        self.limit(units.scale, Symmetry.NOTHING, where, reason)
         self.fix(*units.order)

@@ -81,5 +81,5 @@ def innermost_module(node: fx.Node) -> tuple[str, str]:
 def describe_location(node: fx.Node) -> str:
     """Return an operation's location for messages: its module's path, and the PyTorch class or the operation's name."""
     path, kind = innermost_module(node)
-    what = kind.rpartition(".")[2] if kind.startswith("torch.nn.modules") else operation_name(node).rstrip("_")
-    return f"{path} ({what})" if path else what
+    label = kind.rpartition(".")[2] if kind.startswith("torch.nn.modules") else operation_name(node).rstrip("_")
+    return f"{path} ({label})" if path else label

@@ -29,7 +29,7 @@ from fedveil.graph.outputs import Output
 from fedveil.graph.solve import Integers, Orders
 from fedveil.graph.units import Symmetry
 
-Home = tuple[dict[str, Any], str]
+Location = tuple[dict[str, Any], str]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class ModelState:
 
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
-    homes: dict[str, list[Home]]
+    containers: dict[str, list[Location]]
     modes: tuple[tuple[str, bool], ...]
     hooks: tuple[tuple[str, str], ...]
 
@@ -50,36 +50,36 @@ class ModelState:
     def read(cls, model: nn.Module) -> "ModelState":
         """Read a model's state in the order of `named_modules`; a tied tensor is listed under its first name."""
         parameters, buffers, modes = dict[str, Tensor](), dict[str, Tensor](), list[tuple[str, bool]]()
-        homes: dict[int, list[Home]] = {}
-        named: dict[str, list[Home]] = {}
+        containers: dict[int, list[Location]] = {}
+        containers_by_name: dict[str, list[Location]] = {}
         hooks: list[tuple[str, str]] = []
         if torch_module._global_backward_hooks or torch_module._global_backward_pre_hooks:
             hooks.append(("", GLOBAL_HOOK))
-        pending, seen = [("", model)], set[nn.Module]()  # nested generators would take twice as long
+        pending, visited = [("", model)], set[nn.Module]()  # nested generators would take twice as long
         while pending:
             path, module = pending.pop()
-            if module in seen:
+            if module in visited:
                 continue
-            seen.add(module)
+            visited.add(module)
             modes.append((path, module.training))
             if module._backward_hooks or module._backward_pre_hooks:
                 hooks.append((path, MODULE_HOOK))
             prefix = f"{path}." if path else ""
-            for found, own in ((parameters, module._parameters), (buffers, module._buffers)):
-                for name, tensor in own.items() if own else ():  # most modules have no buffers
+            for tensors, container in ((parameters, module._parameters), (buffers, module._buffers)):
+                for name, tensor in container.items() if container else ():  # most modules have no buffers
                     if tensor is None:
                         continue
-                    known = homes.get(id(tensor))
-                    if known is None:
-                        full = prefix + name
-                        found[full] = tensor
-                        known = homes[id(tensor)] = named[full] = []
+                    locations = containers.get(id(tensor))
+                    if locations is None:
+                        full_name = prefix + name
+                        tensors[full_name] = tensor
+                        locations = containers[id(tensor)] = containers_by_name[full_name] = []
                         if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
-                            hooks.append((full, TENSOR_HOOK))
-                    known.append((own, name))
+                            hooks.append((full_name, TENSOR_HOOK))
+                    locations.append((container, name))
             if children := module._modules:
                 pending += [(prefix + name, child) for name, child in reversed(children.items()) if child is not None]
-        return cls(parameters, buffers, named, tuple(modes), tuple(hooks))
+        return cls(parameters, buffers, containers_by_name, tuple(modes), tuple(hooks))
 
 
 @dataclass(frozen=True)
@@ -183,10 +183,10 @@ class TensorPart:
 
     def part(self, flat: Tensor) -> Tensor:
         """Return this part of a flattened tensor, which may have extra leading dims."""
-        ahead = flat.dim() - 1
+        num_leading = flat.dim() - 1
         return flat.as_strided(
-            (*flat.shape[:ahead], *self.shape),
-            (*flat.stride()[:ahead], *self.strides),
+            (*flat.shape[:num_leading], *self.shape),
+            (*flat.stride()[:num_leading], *self.strides),
             flat.storage_offset() + self.offset,
         )
 
@@ -221,8 +221,8 @@ class Slots:
 
     def shifts(self, member: Integers) -> Integers:
         """Return the distance from each order slot to its source, given the new index of each class within its kind."""
-        found: Integers = self.table[self.origin + member[..., self.order] * self.repeat] - self.position
-        return found
+        result: Integers = self.table[self.origin + member[..., self.order] * self.repeat] - self.position
+        return result
 
 
 @dataclass(frozen=True, eq=False)
@@ -251,13 +251,13 @@ class Pool:
             pooled.append(replace(entry, start=length, stop=length + entry.shape.numel()))
             length = pooled[-1].stop
         parts = [(entry, piece) for entry in pooled for piece in pieces.get(entry.name, ())]
-        depths = (max([1, *[len(own.scale) for _, own in parts]]), max([1, *[len(own.order) for _, own in parts]]))
+        depths = max([1, *[len(p.scale) for _, p in parts]]), max([1, *[len(p.order) for _, p in parts]])
         scale, order = (torch.zeros((depth, length), dtype=torch.int32) for depth in depths)
         for entry, piece in parts:
             for rows, ranges in ((scale, piece.scale), (order, piece.order)):
-                for row, own in zip(rows, ranges, strict=False):
-                    slots = torch.arange(own.first, own.first + torch.Size(own.shape).numel()).reshape(own.shape)
-                    piece.part(row[entry.start : entry.stop]).copy_(slots.expand(piece.shape))
+                for row, slot_range in zip(rows, ranges, strict=False):
+                    slots = slot_range.first + torch.arange(torch.Size(slot_range.shape).numel())
+                    piece.part(row[entry.start : entry.stop]).copy_(slots.reshape(slot_range.shape).expand(piece.shape))
         return cls(tuple(pooled), scale.to(device), order.to(device), torch.arange(length, device=device))
 
     def factors(self, slots: Tensor) -> Tensor:
@@ -304,7 +304,7 @@ class Plan:
         pinned: operations that do not commute with any factor, and tensors that are sent unchanged, with reasons.
         known_names: names of parameters whose values clients know in advance.
         form: the form of the inputs for which the model was analysed (`fedveil.graph.inputs.describe_form`).
-        output: the choice of the model's predictions; None if there is none.
+        output: the choice of the model's predictions; None if there was no choice to make.
     """
 
     model_name: str
@@ -324,7 +324,7 @@ class Plan:
 
     @cached_property
     def shares(self) -> Mapping[str, float]:
-        """The fraction of parameter values per kind of perturbation; each value counts as its strongest kind.
+        """The fraction of parameter values per kind of perturbation; each value is counted as its strongest kind.
 
         "scaled": multiplied by secret factors, or with additive noise; "signed": multiplied by secret signs; "moved":
         only permuted; "bare": sent unchanged. The fractions add up to 1.
@@ -343,7 +343,7 @@ class Plan:
 
     @property
     def cells(self) -> Integers:
-        """The cell of each order class. Classes in a cell may be swapped, but those in cell 0 do not move."""
+        """The cell of each order class. Classes in a cell may be swapped, but the classes in cell 0 do not move."""
         return self.orders.cells
 
     @cached_property
@@ -391,9 +391,9 @@ def check_model(plan: Plan, model: nn.Module) -> ModelState:
         for entry in entries:
             tensor = tensors.get(entry.name)
             if tensor is None or tensor.shape != entry.shape or tensor.dtype != layout.dtype:
-                found = "nothing" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
-                wanted = f"{tuple(entry.shape)} {layout.dtype}"
-                raise ModelMismatch(entry.name, f"the plan expects {wanted}, but the model has {found}", fix)
+                actual = "no such tensor" if tensor is None else f"shape {tuple(tensor.shape)} and dtype {tensor.dtype}"
+                expected = f"shape {tuple(entry.shape)} and dtype {layout.dtype}"
+                raise ModelMismatch(entry.name, f"the plan expects {expected}, but the model has {actual}", fix)
     if state.modes != plan.modes:
         path = next((a[0] for a, b in zip(plan.modes, state.modes, strict=False) if a != b), plan.model_name)
         raise ModelMismatch(path or plan.model_name, "its mode (train or eval) has changed since the analysis", fix)

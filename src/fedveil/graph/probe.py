@@ -1,7 +1,7 @@
 """Run forward on fake tensors, to detect code that its exported graph does not show.
 
-A probe refuses code that changes gradients, and records the operations of a forward pass. Two records that agree show
-that forward does not depend on what differs between the two passes, such as the number of samples.
+A probe refuses code that changes gradients, and records the operations of a forward pass. If two records agree,
+forward does not depend on the difference between the two passes, such as the number of samples.
 """
 
 import sys
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedveil.errors import FedveilError, NotExact
 from fedveil.graph.export import SAMPLES, SkipMode, check_example, copy_model, explain, silence_torch
-from fedveil.graph.foreign_code import IN_STEP, new_nodes, refuse_custom_backward, refuse_packing
+from fedveil.graph.foreign_code import FIX_HOOK, new_nodes, refuse_custom_backward, refuse_packing
 from fedveil.graph.inputs import Inputs, Named, arguments, each
 from fedveil.graph.outputs import return_predictions
 
@@ -30,23 +30,23 @@ Operation = tuple[object, ...]  # a function and its flattened arguments, with t
 
 @dataclass(eq=False)
 class _Tensors:
-    """Numbers the tensors of a pass; `kept` prevents their ids from being reused."""
+    """The labels of the tensors in a pass; `references` keeps the tensors alive, so that no id is reused."""
 
     labels: dict[int, str]
-    kept: list[Tensor] = field(default_factory=list)
+    references: list[Tensor] = field(default_factory=list)
 
     def label(self, leaf: object) -> object:
         if not isinstance(leaf, Tensor):
             return leaf if isinstance(leaf, bool | int | float | str | None) else repr(leaf)
-        found = self.labels.get(id(leaf))
-        if found is None:
-            self.kept.append(leaf)
-            found = self.labels[id(leaf)] = f"t{len(self.kept)}"
-        return found
+        label = self.labels.get(id(leaf))
+        if label is None:
+            self.references.append(leaf)
+            label = self.labels[id(leaf)] = f"t{len(self.references)}"
+        return label
 
 
 class _OperationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records operations and their arguments."""
+    """A mode that records operations and their arguments."""
 
     def __init__(self, labels: dict[int, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -59,14 +59,14 @@ class _OperationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Record the operation, and run it."""
         label = self._tensors.label
         operands = [label(leaf) for leaf in pytree.tree_leaves((args, kwargs or {}))]
-        found = func(*args, **(kwargs or {}))
-        results = [label(leaf) for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor)]
+        result = func(*args, **(kwargs or {}))
+        results = [label(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
         self.record.append((func, *operands, "->", *results))
-        return found
+        return result
 
 
 class _HookMode(TorchFunctionMode):
-    """Refuses hooks that forward registers, and saved_tensors_hooks that it uses."""
+    """A mode that refuses hooks that forward registers, and saved_tensors_hooks that it uses."""
 
     def __init__(self, paths: list[str]) -> None:
         super().__init__()
@@ -78,12 +78,14 @@ class _HookMode(TorchFunctionMode):
         """Check the function, and call it."""
         name = getattr(func, "__name__", "")
         if name in HOOKS:
-            what = f"its forward method calls {name} on a tensor; the hook would receive perturbed gradients"
-            raise NotExact(self._paths[-1], what, IN_STEP)
-        reads = name == "__get__" and getattr(getattr(func, "__self__", None), "__name__", "") == "grad_fn"
-        if reads and sys._getframe(1).f_globals.get("__name__") != nn.Module.__module__:  # it checks new parameters
-            what = "its forward method reads grad_fn, through which the backward pass can be changed"
-            raise NotExact(self._paths[-1], what, "remove the code that uses grad_fn")
+            message = f"its forward method calls {name} on a tensor; the hook would receive perturbed gradients"
+            raise NotExact(self._paths[-1], message, FIX_HOOK)
+        reads_grad_fn = name == "__get__" and getattr(getattr(func, "__self__", None), "__name__", "") == "grad_fn"
+        if (
+            reads_grad_fn and sys._getframe(1).f_globals.get("__name__") != nn.Module.__module__
+        ):  # nn.Module reads it too
+            message = "its forward method reads grad_fn, through which the backward pass can be changed"
+            raise NotExact(self._paths[-1], message, "remove the code that uses grad_fn")
         refuse_packing(self._paths[-1])
         return func(*args, **(kwargs or {}))
 
@@ -91,16 +93,18 @@ class _HookMode(TorchFunctionMode):
 @contextmanager
 def _follow_modules(model: nn.Module, paths: list[str]) -> Iterator[None]:
     """Keep the path of the innermost running module at the end of `paths`; refuse custom backward passes in it."""
-    seen: set[Node] = set()
+    checked_nodes: set[Node] = set()
     names = {id(module): name for name, module in model.named_modules()}
 
     def check(values: object) -> None:
         with torch._C.DisableTorchFunction():  # reading grad_fn is refused in forward
-            for node in new_nodes([leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)], seen):
+            for node in new_nodes(
+                [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)], checked_nodes
+            ):
                 refuse_custom_backward(node, paths[-1])
 
     def begin(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        check((args, kwargs))  # what the calling module has computed
+        check((args, kwargs))  # the values that the calling module has computed
         name = names.get(id(module), "")
         paths.append(f"{name} ({type(module).__name__})" if name else type(module).__name__)
 
@@ -129,7 +133,7 @@ def probe(model: nn.Module, inputs: Inputs, samples: int = SAMPLES) -> list[Oper
     model_copy, paths = return_predictions(copy_model(model)), [type(model).__name__]
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
     with silence_torch(), torch.enable_grad(), torch.random.fork_rng(devices=[]), mode:
-        values = {name: _fake(mode, own) for name, own in _state(model_copy).items()}
+        values = {name: _make_fake(mode, tensor) for name, tensor in _state(model_copy).items()}
         args, kwargs = arguments(each(mode.from_tensor, check_example(model, inputs, samples)))
         labels = {id(value): name for name, value in values.items()}
         labels |= {id(leaf): f"input {n}" for n, leaf in enumerate(pytree.tree_leaves((args, kwargs)))}
@@ -148,20 +152,20 @@ def _state(model: nn.Module) -> Mapping[str, Tensor]:
     return dict(model.named_parameters()) | dict(model.named_buffers())
 
 
-def _fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
-    found: Tensor = mode.from_tensor(tensor.detach())
-    return found.requires_grad_(tensor.requires_grad)
+def _make_fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
+    result: Tensor = mode.from_tensor(tensor.detach())
+    return result.requires_grad_(tensor.requires_grad)
 
 
-def agree(one: Sequence[Operation], other: Sequence[Operation], difference: int) -> bool:
+def agree(first: Sequence[Operation], second: Sequence[Operation], difference: int) -> bool:
     """Return whether two passes have the same operations; integers may differ by multiples of `difference`."""
-    return len(one) == len(other) and all(
-        len(a) == len(b) and all(_alike(x, y, difference) for x, y in zip(a, b, strict=True))
-        for a, b in zip(one, other, strict=True)
+    return len(first) == len(second) and all(
+        len(a) == len(b) and all(_are_equal(x, y, difference) for x, y in zip(a, b, strict=True))
+        for a, b in zip(first, second, strict=True)
     )
 
 
-def _alike(one: object, other: object, difference: int) -> bool:
-    if type(one) is int and type(other) is int and difference:
-        return (one - other) % difference == 0
-    return one is other or (type(one) is type(other) and one == other)
+def _are_equal(first: object, second: object, difference: int) -> bool:
+    if type(first) is int and type(second) is int and difference:
+        return (first - second) % difference == 0
+    return first is second or (type(first) is type(second) and first == second)

@@ -29,7 +29,7 @@ def identify(plan: "Plan") -> str:
 
 def _renumber(classes: Integers) -> NDArray[np.int64]:
     """Number classes by their first occurrence; class 0, which is fixed, stays 0."""
-    _, first, index = np.unique(np.append(0, classes), return_index=True, return_inverse=True)
-    ranks = np.empty(len(first), np.int64)
-    ranks[np.argsort(first)] = np.arange(len(first))
+    _, first_indices, index = np.unique(np.append(0, classes), return_index=True, return_inverse=True)
+    ranks = np.empty(len(first_indices), np.int64)
+    ranks[np.argsort(first_indices)] = np.arange(len(first_indices))
     return ranks[index][1:]

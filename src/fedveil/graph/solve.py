@@ -22,20 +22,20 @@ Integers = NDArray[np.int64]
 Hashes = NDArray[np.uint64]
 
 
-def lowest(labels: Integers, values: Integers) -> Integers:
+def lowest_by_label(labels: Integers, values: Integers) -> Integers:
     """Return, for each position, the smallest value at any position with the same label."""
-    found: Integers = np.full(int(labels.max()) + 1, np.iinfo(np.int64).max)
-    np.minimum.at(found, labels, values)
-    return found[labels]
+    result: Integers = np.full(int(labels.max()) + 1, np.iinfo(np.int64).max)
+    np.minimum.at(result, labels, values)
+    return result[labels]
 
 
 def components(count: int, pairs: Sequence[tuple[Integers, Integers]]) -> Integers:
     """Return, for each node, the smallest node in its connected component."""
     if not pairs:
         return np.arange(count)
-    left, right = (np.concatenate([pair[side] for pair in pairs]) for side in (0, 1))
-    graph = coo_matrix((np.ones(len(left), np.int8), (left, right)), shape=(count, count))
-    return lowest(connected_components(graph, directed=False)[1], np.arange(count))
+    sources, targets = (np.concatenate([pair[side] for pair in pairs]) for side in (0, 1))
+    graph = coo_matrix((np.ones(len(sources), np.int8), (sources, targets)), shape=(count, count))
+    return lowest_by_label(connected_components(graph, directed=False)[1], np.arange(count))
 
 
 def renumber(labels: Integers) -> Integers:
@@ -62,20 +62,20 @@ def solve_scales(ledger: Ledger) -> Scales:
     """Solve the constraints on factors."""
     n = ledger.scales
 
-    def node(refs: Tensor) -> Integers:
-        found = refs.numpy()
-        return np.where(found > 0, found, n - found)  # node u is unit u, and node n + u is its inverse
+    def node(references: Tensor) -> Integers:
+        indices = references.numpy()
+        return np.where(indices > 0, indices, n - indices)  # node u is unit u, and node n + u is its inverse
 
     pairs = []
     for a, b in ledger.scale_pairs:
         pairs += [(node(a), node(b)), (node(-a), node(-b))]
-    first = components(2 * n, pairs)
-    own, inverse = first[:n], first[n:]
-    classes = renumber(np.where(np.arange(n) == 0, 0, np.minimum(own, inverse)))
-    powers = np.where(own <= inverse, 1, -1)
+    roots = components(2 * n, pairs)
+    unit_root, inverse_root = roots[:n], roots[n:]
+    classes = renumber(np.where(np.arange(n) == 0, 0, np.minimum(unit_root, inverse_root)))
+    powers = np.where(unit_root <= inverse_root, 1, -1)
     symmetries = np.full(classes.max() + 1, int(Symmetry.EVERYTHING), np.int64)
     symmetries[0] = 0
-    np.bitwise_and.at(symmetries, classes[1:][own[1:] == inverse[1:]], int(Symmetry.SIGN))
+    np.bitwise_and.at(symmetries, classes[1:][unit_root[1:] == inverse_root[1:]], int(Symmetry.SIGN))
     for limit in ledger.limits:
         np.bitwise_and.at(symmetries, classes[limit.members.numpy()], int(limit.symmetry))
     return Scales(classes, powers, symmetries)
@@ -119,33 +119,33 @@ def mix_hashes(*parts: Hashes | Integers | int) -> Hashes:
 def ranks(labels: Integers) -> Integers:
     """Return, for each position, the number of earlier positions with the same label."""
     by_label = np.argsort(labels, kind="stable")
-    ordered, found = labels[by_label], np.empty_like(by_label)
-    found[by_label] = np.arange(labels.size) - np.searchsorted(ordered, ordered)
-    return found
+    ordered, result = labels[by_label], np.empty_like(by_label)
+    result[by_label] = np.arange(labels.size) - np.searchsorted(ordered, ordered)
+    return result
 
 
-_Use = tuple[Integers, Integers]  # for a tensor: the order class of each element, and a value that describes its use
+_Usage = tuple[Integers, Integers]  # for a tensor: the order class of each element, and a value that describes its use
 
 
-def _hash_uses(found: Hashes, uses: Iterable[_Use], first: int) -> Hashes:
-    """Mix uses, numbered from `first`, into the hashes of classes; classes with the same uses get equal hashes."""
-    found = found.copy()
-    for number, (labels, values) in enumerate(uses, first):
-        present, inverse = np.unique(labels, return_inverse=True)
-        seen = np.zeros(len(present), np.uint64)
-        np.add.at(seen, inverse, mix_hashes(ranks(labels), values))
-        found[present] = mix_hashes(found[present], number, seen)
-    return found
+def _hash_uses(result: Hashes, uses: Iterable[_Usage], first_number: int) -> Hashes:
+    """Mix uses, numbered from `first_number`, into the hashes of classes; the same uses result in the same hashes."""
+    result = result.copy()
+    for number, (labels, values) in enumerate(uses, first_number):
+        unique_labels, inverse = np.unique(labels, return_inverse=True)
+        use_hashes = np.zeros(len(unique_labels), np.uint64)
+        np.add.at(use_hashes, inverse, mix_hashes(ranks(labels), values))
+        result[unique_labels] = mix_hashes(result[unique_labels], number, use_hashes)
+    return result
 
 
-def _find_uses(ledger: Ledger, classes: Integers) -> Iterator[_Use]:
+def _find_uses(ledger: Ledger, classes: Integers) -> Iterator[_Usage]:
     """Yield the uses of order classes in all marks and regions."""
-    known: dict[int, Tensor] = {}
+    rank_cache: dict[int, Tensor] = {}
 
     def rank(order: Tensor) -> Tensor:
-        if id(order) not in known:
-            known[id(order)] = torch.from_numpy(ranks(classes[order.numpy()].ravel()).reshape(order.shape))
-        return known[id(order)]
+        if id(order) not in rank_cache:
+            rank_cache[id(order)] = torch.from_numpy(ranks(classes[order.numpy()].ravel()).reshape(order.shape))
+        return rank_cache[id(order)]
 
     for mark in ledger.marks:
         values = mark.values(rank).expand(mark.order.shape).numpy().ravel()
@@ -165,16 +165,16 @@ def solve_orders(ledger: Ledger) -> Orders:
     pairs = [(children.ravel(), np.repeat(parents, children.shape[1])) for children, parents in blocks]
     component = components(count, pairs)  # the smallest class connected to each class through blocks
     position = ranks(component)  # index of each class in its component
-    by_row: list[_Use] = []  # uses that distinguish the rows of a block
-    by_kind: list[_Use] = []  # uses that do not distinguish them
+    by_row: list[_Usage] = []  # uses that distinguish the rows of a block
+    by_kind: list[_Usage] = []  # uses that do not distinguish them
     for children, parents in blocks:
         kinds = mix_hashes(position[parents], ranks(parents)).astype(np.int64)
-        for found, label in ((by_row, np.arange(len(parents))), (by_kind, kinds)):
-            found += [(children.ravel(), np.repeat(label, children.shape[1])), (parents, label)]
-    common, first = _hash_uses(np.zeros(count, np.uint64), uses, 1), len(uses) + 1
-    cells = renumber(_hash_uses(common, by_row, first).view(np.int64))
+        for use_list, label in ((by_row, np.arange(len(parents))), (by_kind, kinds)):
+            use_list += [(children.ravel(), np.repeat(label, children.shape[1])), (parents, label)]
+    common, next_number = _hash_uses(np.zeros(count, np.uint64), uses, 1), len(uses) + 1
+    cells = renumber(_hash_uses(common, by_row, next_number).view(np.int64))
     cells = np.where(np.arange(count) == 0, 0, cells + 1)
-    uses_by_kind = _hash_uses(common, by_kind, first)
+    uses_by_kind = _hash_uses(common, by_kind, next_number)
     return _number_kinds(classes, cells, *_find_families(component, position, uses_by_kind, cells))
 
 
@@ -182,24 +182,26 @@ def _find_families(component: Integers, position: Integers, uses: Hashes, cells:
     """Return the block of each class and the family of each block; blocks of a family have the same uses."""
     count = len(component)
     sizes = np.bincount(component, minlength=count)
-    whole = np.zeros(count, np.uint64)
-    np.add.at(whole, component, mix_hashes(position, uses, lowest(cells, position)))
+    block_hashes = np.zeros(count, np.uint64)
+    np.add.at(block_hashes, component, mix_hashes(position, uses, lowest_by_label(cells, position)))
     heads = np.flatnonzero((sizes > 1) & (np.arange(count) == component) & (component != component[0]))
-    families, counts = np.unique(mix_hashes(whole[heads], sizes[heads]), return_inverse=True, return_counts=True)[1:]
-    kept = heads[counts[families] > 1]
-    family = renumber(families[counts[families] > 1]) + 1 if len(kept) else families[:0]
-    by_head = np.zeros(count, np.int64)
-    by_head[kept] = np.arange(1, len(kept) + 1)
-    return by_head[component], np.concatenate([[0], family]).astype(np.int64)
+    families, counts = np.unique(
+        mix_hashes(block_hashes[heads], sizes[heads]), return_inverse=True, return_counts=True
+    )[1:]
+    family_heads = heads[counts[families] > 1]
+    family = renumber(families[counts[families] > 1]) + 1 if len(family_heads) else families[:0]
+    block_by_head = np.zeros(count, np.int64)
+    block_by_head[family_heads] = np.arange(1, len(family_heads) + 1)
+    return block_by_head[component], np.concatenate([[0], family]).astype(np.int64)
 
 
 def _number_kinds(classes: Integers, cells: Integers, blocks: Integers, families: Integers) -> Orders:
     """Number the kinds, and the classes within each; classes that cannot be swapped with any other do not move."""
-    inner = lowest(cells, ranks(blocks))  # the position of the cell's first class within the block
-    kinds = renumber(mix_hashes(families[blocks], np.where(blocks > 0, inner, -1 - cells)).view(np.int64)) + 1
+    cell_position = lowest_by_label(cells, ranks(blocks))  # the position of the cell's first class within the block
+    kinds = renumber(mix_hashes(families[blocks], np.where(blocks > 0, cell_position, -1 - cells)).view(np.int64)) + 1
     kinds[0] = 0
     kinds = renumber(np.where(np.bincount(kinds)[kinds] < 2, 0, kinds))
-    number = np.concatenate([[0], ranks(families[1:])])  # index of each block in its family
-    members = number[blocks] * np.bincount(cells)[cells] + ranks(cells)
-    moving = kinds > 0
-    return Orders(classes, np.where(moving, cells, 0), kinds, np.where(moving, members, 0), blocks, families)
+    block_index = np.concatenate([[0], ranks(families[1:])])  # index of each block in its family
+    members = block_index[blocks] * np.bincount(cells)[cells] + ranks(cells)
+    is_moving = kinds > 0
+    return Orders(classes, np.where(is_moving, cells, 0), kinds, np.where(is_moving, members, 0), blocks, families)

@@ -44,9 +44,9 @@ class Units(NamedTuple):
     order: tuple[Tensor, ...] = ()
     zero: bool = False
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> "Units":
-        """Return the units with `change` applied to every factor."""
-        return Units(tuple(map(change, self.scale)), tuple(map(change, self.order)), self.zero)
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Units":
+        """Return the units with `function` applied to every factor."""
+        return Units(tuple(map(function, self.scale)), tuple(map(function, self.order)), self.zero)
 
 
 def varying_dims(factor: Tensor) -> Dims:
@@ -69,9 +69,9 @@ def split_first_dim(value: Tensor, parts: int) -> Tensor:
 def compress(factor: Tensor) -> Tensor:
     """Reduce a factor to size 1 in every dim along which it is constant."""
     for dim in sorted(varying_dims(factor), key=factor.stride().__getitem__):  # start with expanded dims
-        first = factor.narrow(dim, 0, 1)
-        if factor.stride()[dim] == 0 or bool((factor == first).all()):
-            factor = first
+        constant = factor.narrow(dim, 0, 1)
+        if factor.stride()[dim] == 0 or bool((factor == constant).all()):
+            factor = constant
     return factor
 
 
@@ -85,9 +85,9 @@ def align(factor: Tensor, rank: int) -> Tensor:
     return factor.reshape((1,) * (rank - factor.dim()) + tuple(factor.shape))
 
 
-def reshape_factor(factor: Tensor, old: Sequence[int], new: Sequence[int]) -> Tensor:
+def reshape_factor(factor: Tensor, old_shape: Sequence[int], new_shape: Sequence[int]) -> Tensor:
     """Return the factor of a tensor after the tensor is reshaped from `old` to `new`."""
-    return compress(factor.expand(old).reshape(new))
+    return compress(factor.expand(old_shape).reshape(new_shape))
 
 
 def first_along(factor: Tensor, dims: Dims) -> Tensor:

@@ -24,7 +24,7 @@ class Walk:
         graph: the model's graph.
         head: the node that receives additive noise, if any.
         ledger: the constraints recorded by rules.
-        used: the names of parameters that forward reads.
+        used_names: the names of parameters that forward reads.
         values: the value of each node visited so far.
         storages: the parameter or buffer that owns each storage.
     """
@@ -32,7 +32,7 @@ class Walk:
     graph: ModelGraph
     head: fx.Node | None
     ledger: Ledger = field(default_factory=Ledger)
-    used: set[str] = field(default_factory=set)
+    used_names: set[str] = field(default_factory=set)
     values: dict[fx.Node, object] = field(default_factory=dict)
     storages: dict[int, StateTensor] = field(default_factory=dict)
 
@@ -53,10 +53,10 @@ class Walk:
             return Activation(value)
         is_parameter = node.name in graph.parameters
         if is_parameter and node.users:
-            self.used.add(name)
-        found = StateTensor(value, name, is_parameter, self.ledger, value)
-        self.storages[value.untyped_storage()._cdata] = found
-        return found
+            self.used_names.add(name)
+        state_tensor = StateTensor(value, name, is_parameter, self.ledger, value)
+        self.storages[value.untyped_storage()._cdata] = state_tensor
+        return state_tensor
 
     def _call(self, node: fx.Node) -> object:
         output = node.meta.get("val")
@@ -73,14 +73,14 @@ class Walk:
         if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(output)):
             return output
         arguments = fx.map_arg(named_arguments(node), self.values.__getitem__)  # type: ignore[arg-type]
-        form = operation_name(node), describe_location(node), arguments, output, node.target, self.ledger
-        call = Call(*form, is_head=node is self.head)  # type: ignore[arg-type]
+        fields = operation_name(node), describe_location(node), arguments, output, node.target, self.ledger
+        call = Call(*fields, is_head=node is self.head)  # type: ignore[arg-type]
         if not is_in_place(node):
             return self._find_views(call) or self._apply_rule(call)
         result = self._apply_rule(call)
-        first = node.args[0] if node.args else None
-        if isinstance(first, fx.Node) and isinstance(self.values.get(first), Activation):
-            self.values[first] = result  # the argument that was modified in place
+        argument = node.args[0] if node.args else None
+        if isinstance(argument, fx.Node) and isinstance(self.values.get(argument), Activation):
+            self.values[argument] = result  # the argument that was modified in place
         return result
 
     def _find_views(self, call: Call) -> StateTensor | list[StateTensor] | None:
@@ -111,16 +111,19 @@ class Walk:
         units = [outcome] if isinstance(outcome, Units) else outcome
         outputs = [call.output] if isinstance(call.output, Tensor) else call.output
         pairs = itertools.zip_longest(outputs, units, fillvalue=Units())
-        found = [Activation(value, self._simplify(own)) if isinstance(value, Tensor) else value for value, own in pairs]
-        return found[0] if isinstance(call.output, Tensor) else found
+        results = [
+            Activation(value, self._simplify(output_units)) if isinstance(value, Tensor) else value
+            for value, output_units in pairs
+        ]
+        return results[0] if isinstance(call.output, Tensor) else results
 
     def _simplify(self, units: Units) -> Units:
         """Drop factors that do nothing. If order factors share a dim, as after a reshape, fix all but the first."""
-        scale, rest = (tuple(factor for factor in kind if bool(factor.any())) for kind in units[:2])
+        scale, remaining = (tuple(factor for factor in kind if bool(factor.any())) for kind in units[:2])
         order: tuple[Tensor, ...] = ()
-        while rest:
-            order = (*order, rest[0])
-            rest = self.ledger.fix_along(rest[1:], varying_dims(rest[0]))
+        while remaining:
+            order = (*order, remaining[0])
+            remaining = self.ledger.fix_along(remaining[1:], varying_dims(remaining[0]))
         return Units(scale, order, units.zero)
 
     def _pin(self, operands: Iterable[object], where: str, reason: str) -> None:

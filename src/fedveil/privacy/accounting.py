@@ -3,8 +3,8 @@
 A round adds noise of standard deviation noise x clip to a sum that one unit (a record, or a client) can change by at
 most clip. With a sampling rate below 1, each record is in a round's sum independently with that probability, and the
 sample is secret. Two data sets are neighbours if one record is replaced with a null record, whose gradient is 0, so the
-number of records is public (dp-accounting's REPLACE_SPECIAL). Replacing a record with an arbitrary one has a larger
-epsilon.
+number of records is public (dp-accounting's REPLACE_SPECIAL). For replacing a record with an arbitrary one,
+epsilon is larger.
 """
 
 import math
@@ -19,10 +19,10 @@ from fedveil.errors import BadArgument
 
 Members = Sequence[int | str] | None  # the clients of a round; None if they are unknown
 _INTERVAL = 1e-3  # discretisation interval of the privacy loss; epsilon is an upper bound, too large by less than 2e-4
-_LOWEST, _HIGHEST = 1e-2, 1e6  # range of the search for a noise multiplier
-_STEPS = 1.02  # ratio of successive milestones
+_MIN_NOISE, _MAX_NOISE = 1e-2, 1e6  # range of the search for a noise multiplier
+_MILESTONE_RATIO = 1.02  # ratio of successive milestones
 MAX_ROUNDS = 2**20  # upper limit of `affordable_rounds`
-_EVERY = 50  # up to this number of rounds, every round is a milestone
+_EXACT_ROUNDS = 50  # up to this number of rounds, each number is a milestone
 
 
 def import_library() -> ModuleType:
@@ -30,8 +30,8 @@ def import_library() -> ModuleType:
     try:
         return import_module("dp_accounting")
     except ImportError as error:
-        what = f"privacy accounting needs dp-accounting, which cannot be imported ({error})"
-        raise BadArgument("privacy", what, "pip install 'fedveil[dp]'") from error
+        message = f"privacy accounting needs dp-accounting, which cannot be imported ({error})"
+        raise BadArgument("privacy", message, "pip install 'fedveil[dp]'") from error
 
 
 @lru_cache(maxsize=1024)
@@ -40,7 +40,7 @@ def epsilon(
 ) -> float:
     """Return the epsilon of `rounds` rounds for a given delta.
 
-    Rounds may depend on the results of earlier rounds. Without sampling, together they are as private as one round with
+    Rounds may depend on the results of earlier rounds. Without sampling, they are together as private as one round with
     noise / sqrt(rounds) (Dong, Roth and Su, arXiv 1905.02383), and epsilon is exact (Balle and Wang, arXiv 1805.06530).
     With sampling, privacy loss distributions are composed numerically (Koskela et al., arXiv 1906.03049), and the
     result includes an upper bound on the numerical error.
@@ -78,9 +78,9 @@ def _distribution(noise: float, rate: float, replace: bool, group: int):  # type
     library = import_library()
     pld = library.pld.privacy_loss_distribution
     if group > 1:
-        chances = [math.comb(group, k) * rate**k * (1 - rate) ** (group - k) for k in range(group + 1)]
+        probabilities = [math.comb(group, k) * rate**k * (1 - rate) ** (group - k) for k in range(group + 1)]
         return pld.from_mixture_gaussian_mechanism(
-            noise, sensitivities=range(group + 1), sampling_probs=chances, value_discretization_interval=_INTERVAL
+            noise, sensitivities=range(group + 1), sampling_probs=probabilities, value_discretization_interval=_INTERVAL
         )
     relation = library.NeighboringRelation.REPLACE_ONE if replace else library.NeighboringRelation.REPLACE_SPECIAL
     return pld.from_gaussian_mechanism(
@@ -88,48 +88,49 @@ def _distribution(noise: float, rate: float, replace: bool, group: int):  # type
     )
 
 
-def composed_epsilon(spent: Mapping[tuple[float, float], int], delta: float) -> float:
+def composed_epsilon(round_counts: Mapping[tuple[float, float], int], delta: float) -> float:
     """Return the epsilon of rounds with different settings.
 
     Args:
-        spent: the number of rounds with each noise multiplier and sampling rate.
+        round_counts: the number of rounds with each noise multiplier and sampling rate.
         delta: the delta, above 0 and below 1.
     """
-    kinds = {kind: rounds for kind, rounds in spent.items() if rounds}
-    if len(kinds) < 2:
-        return max([epsilon(rounds, noise, delta, rate) for (noise, rate), rounds in kinds.items()], default=0.0)
-    if not all(noise for noise, _ in kinds):
+    nonzero = {setting: rounds for setting, rounds in round_counts.items() if rounds}
+    if len(nonzero) < 2:
+        return max([epsilon(rounds, noise, delta, rate) for (noise, rate), rounds in nonzero.items()], default=0.0)
+    if not all(noise for noise, _ in nonzero):
         return math.inf
-    parts = [_distribution(noise, rate, False, 1).self_compose(rounds) for (noise, rate), rounds in kinds.items()]
+    parts = [_distribution(noise, rate, False, 1).self_compose(rounds) for (noise, rate), rounds in nonzero.items()]
     total = parts[0]
     for part in parts[1:]:
         total = total.compose(part)
     return float(total.get_epsilon_for_delta(delta))
 
 
-def filtered_epsilon(spent: Mapping[tuple[float, float], int], delta: float, budget: float) -> float:
+def filtered_epsilon(round_counts: Mapping[tuple[float, float], int], delta: float, budget: float) -> float:
     """Return an epsilon that bounds rounds whose settings were chosen after seeing the results of earlier rounds.
 
-    Composing privacy loss distributions bounds only settings that are fixed in advance. The sum of Rényi divergences of
-    a single order does bound adaptive ones (Feldman and Zrnic, arXiv 2008.11193). The order depends only on the budget.
+    Composing privacy loss distributions bounds only settings that are fixed in advance. For adaptive settings, the
+    sum of Rényi divergences of a single order is a valid bound (Feldman and Zrnic, arXiv 2008.11193). The order depends
+    only on the budget.
 
     Args:
-        spent: the number of rounds with each noise multiplier and sampling rate.
+        round_counts: the number of rounds with each noise multiplier and sampling rate.
         delta: the delta, above 0 and below 1.
         budget: the epsilon that must not be exceeded, for which the order is chosen.
     """
-    library, rounds = import_library(), {kind: count for kind, count in spent.items() if count}
-    if not all(noise for noise, _ in rounds):
+    library, nonzero = import_library(), {setting: count for setting, count in round_counts.items() if count}
+    if not all(noise for noise, _ in nonzero):
         return math.inf
     accountant = library.rdp.RdpAccountant([min(max(round(1 - 2 * math.log(delta) / budget), 2), 512)])
-    for (noise, rate), count in rounds.items():
+    for (noise, rate), count in nonzero.items():
         event = library.GaussianDpEvent(noise)
         accountant.compose(event if rate >= 1 else library.PoissonSampledDpEvent(rate, event), count)
-    return float(accountant.get_epsilon(delta)) if rounds else 0.0
+    return float(accountant.get_epsilon(delta)) if nonzero else 0.0
 
 
 def renyi_epsilon(rounds: int, noise: float, delta: float, rate: float = 1.0) -> float:
-    """Return a larger epsilon, computed from Rényi divergences without numerical integration."""
+    """Return an upper bound on epsilon, computed from Rényi divergences without numerical integration."""
     if not rounds:
         return 0.0
     library = import_library()
@@ -143,12 +144,12 @@ def renyi_epsilon(rounds: int, noise: float, delta: float, rate: float = 1.0) ->
 def solve_noise(target: float, rounds: int, delta: float, rate: float = 1.0) -> float:
     """Return the smallest noise multiplier, to within 0.1 %, for which epsilon is at most `target`."""
     check_positive("privacy", "epsilon", target, "use epsilon=3")
-    low, high = _LOWEST, 1.0
+    low, high = _MIN_NOISE, 1.0
     while epsilon(rounds, high, delta, rate) > target:
         low, high = high, 2 * high
-        if high > _HIGHEST:
-            what = f"no noise achieves epsilon {target:g} in {rounds} rounds at rate {rate:g} and delta {delta:g}"
-            raise BadArgument("privacy", what, "use a larger epsilon or fewer rounds")
+        if high > _MAX_NOISE:
+            message = f"no noise achieves epsilon {target:g} in {rounds} rounds at rate {rate:g} and delta {delta:g}"
+            raise BadArgument("privacy", message, "use a larger epsilon or fewer rounds")
     while high > low * 1.001:
         middle = math.sqrt(low * high)
         low, high = (middle, high) if epsilon(rounds, middle, delta, rate) > target else (low, middle)
@@ -161,13 +162,13 @@ def affordable_rounds(budget: float, noise: float, delta: float, rate: float = 1
     if not noise:
         return 0
 
-    def spent(rounds: int) -> float:
+    def epsilon_after(rounds: int) -> float:
         return epsilon(rounds, noise, delta, rate)
 
     high = 1
-    while high <= MAX_ROUNDS and spent(high) <= budget:
+    while high <= MAX_ROUNDS and epsilon_after(high) <= budget:
         high *= 2
-    return high // 2 if high > MAX_ROUNDS else bisect_right(range(high), budget, lo=high // 2, key=spent) - 1
+    return high // 2 if high > MAX_ROUNDS else bisect_right(range(high), budget, lo=high // 2, key=epsilon_after) - 1
 
 
 def milestone(rounds: int) -> int:
@@ -178,14 +179,14 @@ def milestone(rounds: int) -> int:
     >>> [milestone(rounds) for rounds in (7, 50, 51, 1000)]
     [7, 50, 51, 1014]
     """
-    if rounds <= _EVERY:
+    if rounds <= _EXACT_ROUNDS:
         return rounds
-    power = math.ceil(math.log(rounds / _EVERY) / math.log(_STEPS) - 1e-9)
-    return max(rounds, math.floor(_EVERY * _STEPS**power))
+    power = math.ceil(math.log(rounds / _EXACT_ROUNDS) / math.log(_MILESTONE_RATIO) - 1e-9)
+    return max(rounds, math.floor(_EXACT_ROUNDS * _MILESTONE_RATIO**power))
 
 
 class Accountant:
-    """Counts the rounds in which each client took part, and computes epsilon.
+    """The number of rounds in which each client took part, and the resulting epsilon.
 
     Args:
         noise: noise multiplier.
@@ -196,12 +197,12 @@ class Accountant:
 
     def __init__(self, noise: float, delta: float, rate: float = 1.0, budget: float | None = None) -> None:
         self.noise, self.delta, self.rate, self.budget = noise, delta, rate, budget
-        self._all, self._by_client = 0, dict[int | str, int]()
+        self._rounds_of_all, self._by_client = 0, dict[int | str, int]()
 
     @property
     def rounds(self) -> int:
         """The largest number of rounds of a single client; a round with unknown clients counts for all of them."""
-        return self._all + max(self._by_client.values(), default=0)
+        return self._rounds_of_all + max(self._by_client.values(), default=0)
 
     def epsilon(self, *, replace: bool = False, group: int = 1, running: bool = False) -> float:
         """Return the epsilon spent so far, for the client that took part in the most rounds.
@@ -225,25 +226,25 @@ class Accountant:
     def by_client(self) -> dict[int | str, float]:
         """Return the epsilon of each known client."""
         return {
-            client: epsilon(self._all + rounds, self.noise, self.delta, self.rate)
+            client: epsilon(self._rounds_of_all + rounds, self.noise, self.delta, self.rate)
             for client, rounds in self._by_client.items()
         }
 
     def count(self, clients: Members = None) -> None:
         """Count a round for the given clients, or for all clients if they are unknown."""
         if clients is None:
-            self._all += 1
+            self._rounds_of_all += 1
             return
         for client in clients:
             self._by_client[client] = self._by_client.get(client, 0) + 1
 
     def state(self) -> dict[str, int | dict[int | str, int]]:
-        """Return the numbers of rounds."""
-        return {"rounds": self._all, "own": dict(self._by_client)}
+        """Return the round counts, to be saved in a checkpoint."""
+        return {"rounds": self._rounds_of_all, "own": dict(self._by_client)}
 
     def restore(self, rounds: int, counts: Mapping[int | str, int]) -> None:
-        """Continue from the numbers of rounds in a state."""
-        self._all, self._by_client = rounds, dict(counts)
+        """Restore the round counts of a state."""
+        self._rounds_of_all, self._by_client = rounds, dict(counts)
 
 
 def check_delta(where: str, delta: float) -> float:

@@ -1,6 +1,6 @@
 """Default settings for record-level differential privacy; they depend only on the public number of records."""
 
-SAMPLE = 1024  # expected number of records per round
+SAMPLE_SIZE = 1024  # expected number of records per round
 MAX_RATE = 0.5
 PASSES = 30  # expected number of passes over the records
 MIN_ROUNDS, MAX_ROUNDS = 150, 600
@@ -13,7 +13,7 @@ def default_rate(records: int) -> float:
     >>> default_rate(1438), default_rate(32950)
     (0.5, 0.031)
     """
-    return float(f"{min(MAX_RATE, SAMPLE / records):.2g}")
+    return float(f"{min(MAX_RATE, SAMPLE_SIZE / records):.2g}")
 
 
 def default_rounds(rate: float) -> int:

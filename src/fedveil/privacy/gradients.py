@@ -10,9 +10,10 @@ candidate. The norm is over all parameters. The sum is computed in one of three 
 - Otherwise, torch.func.vmap runs over chunks of records. Linear layers with one row per record are treated as above.
 - Models that vmap does not support, and operations after a veiled head, are run for one record at a time.
 
-One record must not affect how the others are computed, because a server that chooses the weights can make different
-rounding visible. The method is therefore chosen with a record of zeros, buffers are copied for every record, attributes
-of modules are restored, and the position of a record in a batch should be random (`RecordPrivateClient.sample`).
+One record must not affect how the others are computed, because a server that chooses the weights can make
+differences in rounding visible. The method is therefore chosen with a record of zeros, buffers are copied for every
+record, attributes of modules are restored, and the position of a record in a batch should be random
+(`RecordPrivateClient.sample`).
 
 Gradients are computed in the model's dtype, then scaled and summed in float64. Each contribution has a norm of at most
 `clip` in exact arithmetic, and `summation_error` bounds the rounding error of the sum.
@@ -34,40 +35,40 @@ from fedveil.graph.inputs import Inputs, count, each
 from fedveil.privacy.isolation import attempt, keep_attributes
 from fedveil.privacy.row_layers import ForwardVaries, Product, RowLayer, find_row_layers, norms, run_with_taps
 from fedveil.scheme.broadcast import Broadcast, PublicHead
-from fedveil.scheme.client import add_alpha, client_step, cotangents, find_links, forward, walk_back
+from fedveil.scheme.client import add_alpha, backpropagate, client_step, cotangents, find_layer_paths, forward
 from fedveil.scheme.losses import AUTOGRAD_LOSSES, Loss
 from fedveil.scheme.outputs import are_class_indices, compute_outputs, expand_classes, head_axis, output_gradient
 from fedveil.wire import Tensors
 
 EPS = torch.finfo(torch.float64).eps
 MEMORY = 2**28  # default limit for per-record gradients, in bytes
-RECORDS, CHEAP = 32, 2**25  # chunks of more than RECORDS records use at most CHEAP bytes, for fast allocation
-Single = Callable[[Inputs, Tensor], Tensors]
-Back = Callable[[Tensor], tuple[Tensors, Tensors]]
+CHUNK_RECORDS, CHUNK_BYTES = 32, 2**25  # larger chunks use at most CHUNK_BYTES, for fast allocation
+RecordFunction = Callable[[Inputs, Tensor], Tensors]
+Backward = Callable[[Tensor], tuple[Tensors, Tensors]]
 
 
 @dataclass(frozen=True, eq=False)
 class RecordGradients:
-    """Computes per-record gradients.
+    """The computation of per-record gradients.
 
     Attributes:
         model: the architecture.
-        values: its parameters and buffers; a veiled head has an extra row for alpha.
+        values: the model's parameters and buffers; a veiled head has an extra row for alpha.
         trainable: names of the parameters that receive a gradient.
-        slopes: function that returns the derivatives of the records' losses with respect to the outputs, by candidate.
+        loss_gradients: function that returns the derivatives of the losses with respect to the outputs, by candidate.
         candidates: the number of candidates.
         head: the head of a veil.
-        single: function that returns the gradients of one record, one row per candidate.
-        loss: the loss whose derivatives `slopes` returns.
+        compute_single: function that returns the gradients of one record, one row per candidate.
+        loss: the loss whose derivatives `loss_gradients` returns.
     """
 
     model: nn.Module
     values: Tensors
     trainable: tuple[str, ...]
-    slopes: Callable[[Tensor, Tensor], Tensor]
+    loss_gradients: Callable[[Tensor, Tensor], Tensor]
     candidates: int
     head: PublicHead | None
-    single: Single
+    compute_single: RecordFunction
     loss: Loss
 
     @classmethod
@@ -79,47 +80,49 @@ class RecordGradients:
         buffers = {name: value.detach() for name, value in model.named_buffers()}
         trainable = tuple([name for name, value in model.named_parameters() if value.requires_grad])
 
-        def slopes(outputs: Tensor, targets: Tensor) -> Tensor:
+        def loss_gradients(outputs: Tensor, targets: Tensor) -> Tensor:
             return output_gradient(loss, outputs, targets, axis).unsqueeze(0)
 
-        def single(inputs: Inputs, targets: Tensor) -> Tensors:
+        def compute_single(inputs: Inputs, targets: Tensor) -> Tensors:
             leaves = {name: parameters[name].requires_grad_() for name in trainable}
             copies = {name: value.clone() for name, value in buffers.items()}  # a forward pass may change them
             with torch.enable_grad():
                 outputs = compute_outputs(model, inputs, parameters | leaves | copies)
-                back = slopes(outputs.detach(), targets)[0]
-                result = torch.autograd.grad(outputs, list(leaves.values()), back, allow_unused=True)
+                cotangent = loss_gradients(outputs.detach(), targets)[0]
+                result = torch.autograd.grad(outputs, list(leaves.values()), cotangent, allow_unused=True)
             pairs = zip(leaves.items(), result, strict=True)
             return {name: (torch.zeros_like(p) if value is None else value).unsqueeze(0) for (name, p), value in pairs}
 
-        return cls(model, parameters | buffers, trainable, slopes, 1, None, single, loss)
+        return cls(model, parameters | buffers, trainable, loss_gradients, 1, None, compute_single, loss)
 
     @classmethod
     def from_broadcast(cls, model: nn.Module, broadcast: Broadcast) -> "RecordGradients":
         """Return an object that computes the gradients of a veiled model for each candidate of its head."""
         refuse_coupling(broadcast.loss)
         head = broadcast.head
-        if head is not None and not head.decoys:
-            what = "the paper's terms for squared error do not reveal the norm of a record's gradient"
-            raise BadArgument("privacy", what, "use fedveil.Veil(decoys=2)")
+        if head is not None and not head.has_candidates:
+            message = "the paper's terms for squared error do not reveal the norm of a record's gradient"
+            raise BadArgument("privacy", message, "use fedveil.Veil(decoys=2)")
         values = add_alpha(head, broadcast.parameters) if head else dict(broadcast.parameters)
 
-        def slopes(outputs: Tensor, targets: Tensor) -> Tensor:
+        def loss_gradients(outputs: Tensor, targets: Tensor) -> Tensor:
             ones = torch.ones(len(targets), dtype=outputs.dtype, device=outputs.device)
             return cotangents(broadcast.loss, head, outputs, targets, ones)
 
-        def single(inputs: Inputs, targets: Tensor) -> Tensors:
+        def compute_single(inputs: Inputs, targets: Tensor) -> Tensors:
             return client_step(model, broadcast, inputs, targets).passes
 
-        every, candidates = values | dict(broadcast.buffers), len(head.candidates) if head else 1
-        return cls(model, every, broadcast.trainable, slopes, candidates, head, single, broadcast.loss)
+        all_values, candidates = values | dict(broadcast.buffers), len(head.candidates) if head else 1
+        return cls(
+            model, all_values, broadcast.trainable, loss_gradients, candidates, head, compute_single, broadcast.loss
+        )
 
     def fresh_values(self, leaves: Tensors) -> Tensors:
         """Return all values, with `leaves` as parameters and copies of the buffers, which a forward pass may change."""
         buffers = {name: self.values[name].clone() for name, _ in self.model.named_buffers() if name in self.values}
         return self.values | buffers | leaves
 
-    def parameters(self) -> int:
+    def count_values(self) -> int:
         """Return the number of values in one gradient."""
         return sum(self.trim_alpha(name, self.values[name].unsqueeze(0)).numel() for name in self.trainable)
 
@@ -135,16 +138,16 @@ class RecordGradients:
 def dense_targets(loss: Loss, head: PublicHead | None, outputs: Tensor, targets: Tensor) -> Tensor:
     """Return dense targets, for outputs with one row per record."""
     outputs = outputs if head is None else outputs[:, : len(head.direction)]
-    classes = head is None and are_class_indices(outputs, targets) and targets.numel() != outputs.numel()
-    return expand_classes(targets, outputs) if classes else loss.dense(targets, outputs)
+    are_classes = head is None and are_class_indices(outputs, targets) and targets.numel() != outputs.numel()
+    return expand_classes(targets, outputs) if are_classes else loss.dense(targets, outputs)
 
 
 def refuse_coupling(loss: Loss) -> None:
     """Refuse a loss that does not have a separate gradient for each record."""
     if loss.couples:
-        what = f"{loss.name} compares records of a batch with one another, so single records have no gradient"
+        message = f"{loss.name} compares records of a batch with one another, so single records have no gradient"
         fix = "use a loss with one value per record, such as cross_entropy, or fedveil.CrossEntropy(weight=...)"
-        raise BadArgument("privacy", what, fix)
+        raise BadArgument("privacy", message, fix)
 
 
 def summation_error(records: int, clip: float) -> float:
@@ -162,29 +165,29 @@ def clipped_sums(
     A record whose gradient is not finite contributes 0. No error is raised, because it would reveal the record.
 
     Args:
-        task: computes the gradients.
+        task: the computation of the gradients.
         inputs: the inputs of the records.
         targets: their targets.
         included: a mask of the records to include; gradients of the other records are computed and discarded.
         clip: maximum norm of a record's contribution.
         memory: maximum number of bytes for per-record gradients; larger batches are processed in chunks.
     """
-    links = find_links(task.model, inputs, task.values) if task.head is None or not task.head.is_inner else None
+    paths = find_layer_paths(task.model, inputs, task.values) if task.head is None or not task.head.is_inner else None
     chunks: Iterable[tuple[slice, GradientParts]] = _chunks(task, inputs, targets, included, memory)
-    if links and isinstance(inputs, Tensor):
-        chunks = _stack_chunks(task, links, inputs, targets, included, memory)
+    if paths and isinstance(inputs, Tensor):
+        chunks = _stack_chunks(task, paths, inputs, targets, included, memory)
     total: Tensors = {}
     for rows, result in chunks:
         for name, value in _clip(task, *result, included[rows], clip).items():
             total[name] = total[name].add_(value) if name in total else value
     for name in () if total else task.trainable:  # there are no records
-        total[name] = _no_gradient(task, name).double()
+        total[name] = _zero_gradient(task, name).double()
     return {name: total[name] for name in task.trainable}
 
 
-def clip_factors(squares: Tensor, included: Tensor, clip: float, terms: int) -> Tensor:
-    """Return the factor that clips each record's gradient, given its squared norm, a sum of `terms` squares."""
-    slack = 1 + (terms + 16) * EPS
+def clip_factors(squares: Tensor, included: Tensor, clip: float, num_terms: int) -> Tensor:
+    """Return the factor that clips each record's gradient, given its squared norm, a sum of `num_terms` squares."""
+    slack = 1 + (num_terms + 16) * EPS
     norms = squares.sqrt() * slack
     factors = torch.where(norms > clip, clip / norms, torch.ones_like(norms)) / slack
     return torch.where(included & squares.isfinite(), factors, torch.zeros_like(factors))
@@ -196,23 +199,27 @@ GradientParts = tuple[
 
 
 def _stack_chunks(
-    task: RecordGradients, links: Sequence[str | None], inputs: Tensor, targets: Tensor, included: Tensor, memory: int
+    task: RecordGradients, paths: Sequence[str | None], inputs: Tensor, targets: Tensor, included: Tensor, memory: int
 ) -> Iterator[tuple[slice, GradientParts]]:
     """Yield chunks of records whose activations and cotangents in float64 need at most `memory` bytes."""
-    widths = [task.values[f"{path}.weight"].shape for path in links if path is not None]
-    each_needs = 8 * sum(entered + (1 + task.candidates) * left for left, entered in widths)
-    size = max(1, min(CHEAP, memory) // each_needs)
+    widths = [task.values[f"{path}.weight"].shape for path in paths if path is not None]
+    bytes_per_record = 8 * sum(
+        in_features + (1 + task.candidates) * out_features for out_features, in_features in widths
+    )
+    size = max(1, min(CHUNK_BYTES, memory) // bytes_per_record)
     for start in range(0, len(inputs), size):
         rows = slice(start, start + size)
-        yield rows, ({}, _stack_products(task, links, inputs[rows], targets[rows], included[rows]))
+        yield rows, ({}, _stack_products(task, paths, inputs[rows], targets[rows], included[rows]))
 
 
 def _stack_products(
-    task: RecordGradients, links: Sequence[str | None], inputs: Tensor, targets: Tensor, included: Tensor
+    task: RecordGradients, paths: Sequence[str | None], inputs: Tensor, targets: Tensor, included: Tensor
 ) -> list[Product]:
-    """Return the products of a stack of Linear and ReLU."""
-    seen = forward(links, task.values, inputs)
-    steps = walk_back(links, task.values, seen, separate_slopes(task, seen[-1], targets, included))
+    """Return the products of a stack of Linear and ReLU layers."""
+    activations = forward(paths, task.values, inputs)
+    steps = backpropagate(
+        paths, task.values, activations, separate_loss_gradients(task, activations[-1], targets, included)
+    )
     result = [Product.from_layer(task, f"{path}.weight", f"{path}.bias", *step) for path, *step in steps]
     return [product for product in result if product.weight or product.bias]
 
@@ -221,14 +228,14 @@ def _clip(task: RecordGradients, gradients: Tensors, products: list[Product], in
     """Return the clipped sums of a chunk; `gradients` is emptied to free memory."""
     parts = [torch.square(norms(value.flatten(2))).T for value in gradients.values()]
     squares = torch.stack(parts + [product.squares() for product in products]).sum(0)
-    factors = clip_factors(squares, included, clip, task.parameters())
-    whole, result = bool(factors.all()), Tensors()
+    factors = clip_factors(squares, included, clip, task.count_values())
+    all_included, result = bool(factors.all()), Tensors()
     for name in list(gradients):
         value = gradients.pop(name)  # to free memory
-        flat = value.flatten(2) if whole else value.flatten(2).masked_fill((factors.T == 0).unsqueeze(2), 0.0)
+        flat = value.flatten(2) if all_included else value.flatten(2).masked_fill((factors.T == 0).unsqueeze(2), 0.0)
         result[name] = torch.einsum("kr,rkp->kp", factors, flat.double()).view(value.shape[1:])
     for product in products:
-        result |= product.sums(factors, whole)
+        result |= product.sums(factors, all_included)
     return result
 
 
@@ -244,18 +251,18 @@ def _chunks(
     for start in range(0, records, size):
         rows = slice(start, min(start + size, records))
         chunk, row_targets = _take(inputs, rows), targets[rows]
-        used = included[rows]
+        chunk_included = included[rows]
         with keep_attributes(task.model):
             result = (
-                _run_vmap(task, mode, chunk, row_targets, used)
+                _run_vmap(task, mode, chunk, row_targets, chunk_included)
                 if mode
-                else (_run_loop(task, chunk, row_targets, used), [])
+                else (_run_loop(task, chunk, row_targets, chunk_included), [])
             )
         yield rows, result
 
 
 class VmapMode(NamedTuple):
-    """How vmap is used: the layers whose gradients are products, and outputs if vmap also computes the slopes."""
+    """The use of vmap: layers whose gradients are products, and outputs if vmap also computes the loss gradients."""
 
     layers: list[RowLayer]
     outputs: Tensor | None
@@ -268,23 +275,25 @@ def choose_vmap(task: RecordGradients, inputs: Inputs, targets: Tensor) -> VmapM
     its parameters is refused, because each record would then affect the next.
     """
     zeros, target = each(lambda tensor: torch.zeros_like(tensor[:2]), inputs), torch.zeros_like(targets[:2])
-    before = {name: value._version for name, value in task.values.items()}
+    versions = {name: value._version for name, value in task.values.items()}
     with keep_attributes(task.model):
         mode = None if needs_loop(task) else attempt(partial(_try_vmap, task, zeros, target))
         if mode is None:
-            attempt(lambda: task.single(_take(zeros, slice(1)), target[:1]))  # zeros may not be valid inputs
-    if changed := [name for name, value in task.values.items() if value._version != before[name]]:
-        raise BadArgument("privacy", f"forward changes {changed[0]}, so records affect one another", "remove this code")
+            attempt(lambda: task.compute_single(_take(zeros, slice(1)), target[:1]))  # zeros may not be valid inputs
+    if changed := [name for name, value in task.values.items() if value._version != versions[name]]:
+        raise BadArgument(
+            "privacy", f"forward changes {changed[0]}, so records affect one another", "remove the code that changes it"
+        )
     return mode
 
 
 def _try_vmap(task: RecordGradients, zeros: Inputs, target: Tensor) -> VmapMode:
-    """Return how vmap computes gradients for records of zeros; raise an error if it does not support the model."""
+    """Return how vmap computes gradients, tested on zeros; raise an error if it does not support the model."""
     included = torch.ones(len(target), dtype=torch.bool)
     layers, outputs = find_row_layers(task, zeros)
-    inside = outputs.dim() == 2 and not isinstance(task.loss, AUTOGRAD_LOSSES)
-    dense = dense_targets(task.loss, task.head, outputs.expand(len(target), -1), target) if inside else target
-    mode = VmapMode(layers, outputs if inside else None)
+    loss_inside = outputs.dim() == 2 and not isinstance(task.loss, AUTOGRAD_LOSSES)
+    dense = dense_targets(task.loss, task.head, outputs.expand(len(target), -1), target) if loss_inside else target
+    mode = VmapMode(layers, outputs if loss_inside else None)
     try:
         _run_vmap(task, mode, zeros, dense, included)
     except ForwardVaries:
@@ -293,18 +302,18 @@ def _try_vmap(task: RecordGradients, zeros: Inputs, target: Tensor) -> VmapMode:
     return mode
 
 
-def separate_slopes(task: RecordGradients, outputs: Tensor, targets: Tensor, included: Tensor) -> Tensor:
-    """Return `task.slopes`, record by record for losses that are not known to keep records apart.
+def separate_loss_gradients(task: RecordGradients, outputs: Tensor, targets: Tensor, included: Tensor) -> Tensor:
+    """Return `task.loss_gradients`, computed one record at a time if the loss may mix records.
 
-    Such a loss may fail for records that are not included, for example for zeros.
+    Such a loss may fail for records that are not included, such as zeros.
     """
     if not isinstance(task.loss, AUTOGRAD_LOSSES):
-        return task.slopes(outputs, targets)
+        return task.loss_gradients(outputs, targets)
     result = []
-    for number, used in enumerate(included.tolist()):
-        row = slice(number, number + 1)
-        compute = partial(task.slopes, outputs[row], targets[row])
-        value = compute() if used else attempt(compute)
+    for index, is_included in enumerate(included.tolist()):
+        row = slice(index, index + 1)
+        compute = partial(task.loss_gradients, outputs[row], targets[row])
+        value = compute() if is_included else attempt(compute)
         result.append(
             torch.zeros_like(outputs[row]).expand(task.candidates, *outputs[row].shape) if value is None else value
         )
@@ -312,12 +321,13 @@ def separate_slopes(task: RecordGradients, outputs: Tensor, targets: Tensor, inc
 
 
 def _chunk_size(task: RecordGradients, layers: list[RowLayer], memory: int) -> int:
-    """Return the number of records per chunk; `memory` holds their gradients, and those of one parameter in float64."""
+    """Return the number of records per chunk; their gradients, one of them in float64, need at most `memory` bytes."""
     sizes = [task.values[name].numel() for name in set(task.trainable) - {layer.weight for layer in layers}]
-    rows = sum(task.values[layer.weight].shape[1] + layer.tap.numel() for layer in layers)
-    item = max(value.dtype.itemsize for value in task.values.values()) * min(2, task.candidates)  # 2: stacking copies
-    each_needs = task.candidates * (item * (sum(sizes) + rows) + 16 * max(sizes, default=0))
-    return max(1, min(RECORDS, memory // each_needs), min(CHEAP, memory) // each_needs)
+    row_values = sum(task.values[layer.weight].shape[1] + layer.tap.numel() for layer in layers)
+    copies = min(2, task.candidates)  # stacking several candidates copies them
+    itemsize = copies * max(value.dtype.itemsize for value in task.values.values())
+    bytes_per_record = task.candidates * (itemsize * (sum(sizes) + row_values) + 16 * max(sizes, default=0))
+    return max(1, min(CHUNK_RECORDS, memory // bytes_per_record), min(CHUNK_BYTES, memory) // bytes_per_record)
 
 
 def _take(inputs: Inputs, rows: slice) -> Inputs:
@@ -333,29 +343,33 @@ def _run_vmap(
     task: RecordGradients, mode: VmapMode, inputs: Inputs, targets: Tensor, included: Tensor
 ) -> GradientParts:
     """Compute the gradients of records with vmap, and products for layers with one row per record."""
-    layers, inside = mode.layers, mode.outputs is not None
-    left_out = {name for layer in layers for name in (layer.weight, layer.bias)}
-    leaves = {name: task.values[name] for name in task.trainable if name not in left_out}
+    layers, loss_inside = mode.layers, mode.outputs is not None
+    product_names = {name for layer in layers for name in (layer.weight, layer.bias)}
+    leaves = {name: task.values[name] for name in task.trainable if name not in product_names}
     taps = {layer.weight: layer.tap for layer in layers}
-    if not inside:
+    if not loss_inside:
         device = targets.device
         with torch.random.fork_rng([device] if device.type == "cuda" else []):  # dropout drops the same units again
             run_all = torch.func.vmap(lambda record: run_with_taps(task, {}, {}, record)[0], randomness="different")
             outputs = run_all(inputs)
-        targets = separate_slopes(task, outputs, targets, included).movedim(1, 0)
+        targets = separate_loss_gradients(task, outputs, targets, included).movedim(1, 0)
 
     def gradients(record: Inputs, target: Tensor) -> tuple[Tensors, Tensors, Tensors]:
         run = torch.func.vjp(lambda value, taps: run_with_taps(task, value, taps, record), leaves, taps, has_aux=True)
-        outputs, back, entered = cast(tuple[Tensor, Back, Tensors], run)
-        slopes = task.slopes(outputs.unsqueeze(0), target.unsqueeze(0)).squeeze(1) if inside else target
-        rows = [back(row) for row in slopes]
-        join = torch.cat if len(rows) > 1 else itemgetter(0)  # avoids a copy
-        result = {name: join([task.trim_alpha(name, row[0][name].unsqueeze(0)) for row in rows]) for name in leaves}
-        return result, {name: join([row[1][name].reshape(1, -1) for row in rows]) for name in taps}, entered
+        outputs, backward, layer_inputs = cast(tuple[Tensor, Backward, Tensors], run)
+        loss_gradients = (
+            task.loss_gradients(outputs.unsqueeze(0), target.unsqueeze(0)).squeeze(1) if loss_inside else target
+        )
+        rows = [backward(row) for row in loss_gradients]
+        join_rows = torch.cat if len(rows) > 1 else itemgetter(0)  # avoids a copy
+        result = {
+            name: join_rows([task.trim_alpha(name, row[0][name].unsqueeze(0)) for row in rows]) for name in leaves
+        }
+        return result, {name: join_rows([row[1][name].reshape(1, -1) for row in rows]) for name in taps}, layer_inputs
 
     with sdpa_kernel(SDPBackend.MATH):  # vmap does not support the other backends
-        result, cotangents, entered = torch.func.vmap(gradients, randomness="different")(inputs, targets)
-    pairs = [(cotangents[layer.weight].movedim(1, 0), entered[layer.weight].flatten(1)) for layer in layers]
+        result, cotangents, layer_inputs = torch.func.vmap(gradients, randomness="different")(inputs, targets)
+    pairs = [(cotangents[layer.weight].movedim(1, 0), layer_inputs[layer.weight].flatten(1)) for layer in layers]
     return result, [
         Product.from_layer(task, layer.weight, layer.bias, *pair) for layer, pair in zip(layers, pairs, strict=True)
     ]
@@ -364,16 +378,16 @@ def _run_vmap(
 def _run_loop(task: RecordGradients, inputs: Inputs, targets: Tensor, included: Tensor) -> Tensors:
     """Compute the gradients of one record at a time; ignore failures for records that are not included."""
     result = []
-    for number, used in enumerate(included.tolist()):
-        one = slice(number, number + 1)
-        compute = partial(task.single, _take(inputs, one), targets[one])
+    for index, is_included in enumerate(included.tolist()):
+        row = slice(index, index + 1)
+        compute = partial(task.compute_single, _take(inputs, row), targets[row])
         with keep_attributes(task.model):
-            value = compute() if used else attempt(compute)
-        result.append({name: _no_gradient(task, name) for name in task.trainable} if value is None else value)
+            value = compute() if is_included else attempt(compute)
+        result.append({name: _zero_gradient(task, name) for name in task.trainable} if value is None else value)
     return {name: torch.stack([record[name] for record in result]) for name in task.trainable}
 
 
-def _no_gradient(task: RecordGradients, name: str) -> Tensor:
-    """Return zeros in the form of a record's gradient of a parameter, one row per candidate."""
-    like = task.values[name].expand(task.candidates, *task.values[name].shape)
-    return torch.zeros_like(task.trim_alpha(name, like))
+def _zero_gradient(task: RecordGradients, name: str) -> Tensor:
+    """Return a zero gradient of a parameter for one record, with one row per candidate."""
+    template = task.values[name].expand(task.candidates, *task.values[name].shape)
+    return torch.zeros_like(task.trim_alpha(name, template))

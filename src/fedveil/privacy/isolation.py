@@ -1,4 +1,4 @@
-"""Keep records apart: a record for which a computation fails, or which a module remembers, must not affect others."""
+"""Isolate records: a record for which a computation fails, or that a module stores, must not affect other records."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 T = TypeVar("T")
-_OF_TORCH = frozenset(vars(nn.Module()))  # hooks and registries; parameters and buffers are passed to each call
+_TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))  # hooks and registries; parameters and buffers are passed to each call
 
 
-def attempt(work: Callable[[], T]) -> T | None:
-    """Return the result of `work`, or None if it fails. Extensions may raise errors that are not an Exception."""
+def attempt(function: Callable[[], T]) -> T | None:
+    """Return the result of `function`, or None if it fails. Extensions may raise a BaseException."""
     try:
-        return work()
+        return function()
     except KeyboardInterrupt:
         raise
     except BaseException:
@@ -23,18 +23,18 @@ def attempt(work: Callable[[], T]) -> T | None:
 
 @contextlib.contextmanager
 def keep_attributes(model: nn.Module) -> Iterator[None]:
-    """Restore the attributes of all modules afterwards, such as a hidden state or a list of what they have seen."""
+    """Restore the attributes of all modules on exit, such as hidden states and lists of earlier inputs."""
     attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
-    owned = [own for _, known in attributes for name, own in known.items() if name not in _OF_TORCH]
-    tensors = [(own, own.detach().clone(), own._version) for own in owned if isinstance(own, Tensor)]
-    containers = [(own, own.copy()) for own in owned if isinstance(own, list | dict | set)]
+    custom = [value for _, before in attributes for name, value in before.items() if name not in _TORCH_ATTRIBUTES]
+    tensors = [(value, value.detach().clone(), value._version) for value in custom if isinstance(value, Tensor)]
+    containers = [(value, value.copy()) for value in custom if isinstance(value, list | dict | set)]
     try:
         yield
     finally:
-        for own, known in attributes:
-            for name in own.keys() - known.keys():
-                del own[name]
-            own.update(known)
+        for current, before in attributes:
+            for name in current.keys() - before.keys():
+                del current[name]
+            current.update(before)
         for tensor, values, version in tensors:
             if tensor._version != version:
                 with torch.no_grad():

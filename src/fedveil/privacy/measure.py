@@ -18,28 +18,28 @@ from fedveil.privacy.accounting import epsilon
 
 Reals = NDArray[np.float64]
 Booleans = NDArray[np.bool_]
-LARGEST = 50.0  # upper end of the search for epsilon
+MAX_EPSILON = 50.0  # upper end of the search for epsilon
 
 
-def epsilon_lower_bound(right: int, guesses: int, canaries: int, delta: float, confidence: float = 0.95) -> float:
+def epsilon_lower_bound(correct: int, guesses: int, canaries: int, delta: float, confidence: float = 0.95) -> float:
     """Return a lower bound on the true epsilon, which is wrong with probability at most 1 - confidence."""
 
     def excess(epsilon: float) -> float:
-        return p_value(right, guesses, canaries, epsilon, delta) - (1 - confidence)
+        return p_value(correct, guesses, canaries, epsilon, delta) - (1 - confidence)
 
     if excess(0.0) >= 0:
         return 0.0
-    if excess(LARGEST) < 0:
-        return LARGEST
-    return float(optimize.brentq(excess, 0.0, LARGEST, xtol=1e-6))
+    if excess(MAX_EPSILON) < 0:
+        return MAX_EPSILON
+    return float(optimize.brentq(excess, 0.0, MAX_EPSILON, xtol=1e-6))
 
 
-def p_value(right: int, guesses: int, canaries: int, epsilon: float, delta: float) -> float:
-    """Bound the probability of at least `right` correct guesses in an (epsilon, delta)-private run."""
-    chance = stats.binom(guesses, 1 / (1 + math.exp(-epsilon)))
-    beta = float(chance.sf(right - 1))
+def p_value(correct: int, guesses: int, canaries: int, epsilon: float, delta: float) -> float:
+    """Bound the probability of at least this many correct guesses in an (epsilon, delta)-private run."""
+    distribution = stats.binom(guesses, 1 / (1 + math.exp(-epsilon)))
+    beta = float(distribution.sf(correct - 1))
     steps = np.arange(1, canaries + 1)
-    mass = np.cumsum(chance.pmf(right - steps))
+    mass = np.cumsum(distribution.pmf(correct - steps))
     return min(1.0, beta + 2 * canaries * delta * float(np.max(mass / steps, initial=0.0)))
 
 
@@ -91,8 +91,8 @@ class MeasuredEpsilon:
         return f"{math.floor(100 * self.bound) / 100:.2f}"
 
     def __repr__(self) -> str:
-        refuted = ": the claim is REFUTED" if self.contradicts else ""
-        return f"claimed {self.claimed:.2f}, measured at least {self.format_bound()} (95 %){refuted}"
+        verdict = ": the claim is REFUTED" if self.contradicts else ""
+        return f"claimed {self.claimed:.2f}, measured at least {self.format_bound()} (95 %){verdict}"
 
 
 def measure(scores: Reals, included: Booleans, claimed: float, delta: float, guesses: int) -> MeasuredEpsilon:
@@ -107,7 +107,7 @@ def measure(scores: Reals, included: Booleans, claimed: float, delta: float, gue
     """
     order = np.argsort(scores)
     low, high = order[: guesses // 2], order[len(order) - (guesses - guesses // 2) :]
-    right = int(included[high].sum() + (~included[low]).sum())
-    bound = epsilon_lower_bound(right, guesses, len(scores), delta)
+    correct = int(included[high].sum() + (~included[low]).sum())
+    bound = epsilon_lower_bound(correct, guesses, len(scores), delta)
     estimate = gaussian_estimate(scores[included], scores[~included], delta)
-    return MeasuredEpsilon(claimed, bound, estimate, delta, right, guesses, len(scores))
+    return MeasuredEpsilon(claimed, bound, estimate, delta, correct, guesses, len(scores))

@@ -23,7 +23,7 @@ from fedveil.privacy.gradients import summation_error
 from fedveil.privacy.samplers import SCALE, discrete_gaussian
 from fedveil.scheme.noise import Entropy
 
-LARGEST = 2.0**53  # integers below this are exact in float64
+EXACT_LIMIT = 2.0**53  # integers below this are exact in float64
 MAX_RECORDS = 2**17  # maximum size of a client's sample; the bound on rounding errors assumes it
 
 
@@ -40,39 +40,40 @@ class Grid:
     sensitivity: float
 
 
-def make_grid(noise: float, clip: float, numbers: int, *, candidates: int = 1, shares: int = 1) -> Grid:
+def make_grid(noise: float, clip: float, num_values: int, *, candidates: int = 1, shares: int = 1) -> Grid:
     """Choose the grid for a noise multiplier.
 
     Args:
         noise: noise multiplier. For 0, which means no noise, the grid is the same as for 1.
         clip: maximum norm of a record's gradient.
-        numbers: the number of values in one gradient.
+        num_values: the number of values in one gradient.
         candidates: the number of sums that the adversary sees.
         shares: the number of noise shares that are always in the sum and unknown to the adversary.
     """
     multiplier = noise or 1.0
-    rounding = math.sqrt(candidates * numbers) * multiplier / math.sqrt(shares) / SCALE  # relative to the sensitivity
+    # relative to the sensitivity
+    rounding = math.sqrt(candidates * num_values) * multiplier / math.sqrt(shares) / SCALE
     if rounding > 0.5:
-        what = f"noise {noise:g} on {candidates * numbers:,} values needs a finer grid than 2^-20"
-        raise BadArgument("privacy", what, "use a smaller noise multiplier")
-    exact = math.sqrt(candidates) * (clip + 2 * summation_error(MAX_RECORDS, clip))
-    sensitivity = exact / (1 - rounding) * (1 + 2**-40)
+        message = f"noise {noise:g} on {candidates * num_values:,} values needs a grid finer than 2^-20 of it"
+        raise BadArgument("privacy", message, "use a smaller noise multiplier")
+    unrounded = math.sqrt(candidates) * (clip + 2 * summation_error(MAX_RECORDS, clip))
+    sensitivity = unrounded / (1 - rounding) * (1 + 2**-40)
     return Grid(multiplier * sensitivity / math.sqrt(shares) / SCALE, sensitivity)
 
 
 def quantise(sums: Tensor, grid: Grid) -> Tensor:
-    """Return sums in units of the grid: integers, as float64."""
+    """Return the sums in units of the grid, rounded to integers in float64."""
     return torch.round(sums.double() / grid.unit)
 
 
 def add_noise(sums: Tensor, entropy: Entropy) -> Tensor:
     """Add discrete Gaussian noise to integers, which are float64 below 2^53, or int64 modulo 2^64."""
-    drawn = torch.from_numpy(discrete_gaussian(entropy, sums.numel())).view(sums.shape)
-    return sums + drawn.to(sums.device, sums.dtype)
+    noise = torch.from_numpy(discrete_gaussian(entropy, sums.numel())).view(sums.shape)
+    return sums + noise.to(sums.device, sums.dtype)
 
 
 def sum_integers(parts: Sequence[Tensor]) -> Tensor:
-    """Return the sum of integers that are given as float64, as int64."""
+    """Sum integers that are stored as float64; return the sum as int64."""
     return torch.stack([part.round().to(torch.int64) for part in parts]).sum(0)
 
 
@@ -80,13 +81,13 @@ def count_shares(members: int, colluding: int, vanishing: int) -> int:
     """Return the number of noise shares that are always in the sum and unknown to the adversary."""
     shares = members - colluding - vanishing
     if shares < 1:
-        what = f"of {members} clients, {colluding} may collude and {vanishing} may vanish, which leaves no noise"
-        raise BadArgument("privacy", what, "use more clients, or smaller colluding= and vanishing=")
+        message = f"of {members} clients, {colluding} may collude and {vanishing} may drop out, which leaves no noise"
+        raise BadArgument("privacy", message, "use more clients, or smaller colluding= and vanishing=")
     return shares
 
 
 def clip_vector(flat: Tensor, clip: float, where: str = "gradient") -> tuple[Tensor, float, bool]:
-    """Clip a float64 vector to norm `clip`; return it, its norm, and whether it was clipped.
+    """Clip a float64 vector to norm `clip`; return the result, its norm, and whether it was clipped.
 
     The bound holds in exact arithmetic: `slack` is an upper bound on the relative rounding error of the norm and of the
     scaled vector. The vector is first divided by its largest magnitude, so that squares do not overflow.
@@ -96,9 +97,9 @@ def clip_vector(flat: Tensor, clip: float, where: str = "gradient") -> tuple[Ten
         raise NonFiniteUpdate(where, "its gradient contains NaN or infinity")
     if not largest:
         return flat, 0.0, False
-    unit = flat / largest
-    norm = float(torch.linalg.vector_norm(unit))
+    direction = flat / largest
+    norm = float(torch.linalg.vector_norm(direction))
     slack = (len(flat) + 8) * torch.finfo(torch.float64).eps
     if largest * norm * (1 + slack) <= clip:
         return flat, largest * norm, False
-    return unit * (clip / norm * (1 - slack)), clip, True
+    return direction * (clip / norm * (1 - slack)), clip, True

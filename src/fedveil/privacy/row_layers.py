@@ -79,7 +79,7 @@ class Product:
 
 
 class ReplaceLinear(TorchFunctionMode):
-    """Calls `replacement` in place of torch.nn.functional.linear."""
+    """A mode in which `replacement` is called instead of torch.nn.functional.linear."""
 
     def __init__(self, replacement: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class ReplaceLinear(TorchFunctionMode):
 
 
 class RowLayer(NamedTuple):
-    """A Linear with one row per record whose parameters are used only once; `tap` contains zeros."""
+    """A Linear layer with one row per record, whose parameters are used only once; `tap` contains zeros."""
 
     weight: str
     bias: str | None
@@ -112,24 +112,24 @@ def find_row_layers(task: "RecordGradients", inputs: Inputs) -> tuple[list[RowLa
     layers: list[RowLayer] = []
 
     def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        name, other = names.get(id(weight)), names.get(id(bias))
+        name, bias_name = names.get(id(weight)), names.get(id(bias))
         if name is None or inputs.numel() != inputs.shape[-1]:
             return F.linear(inputs, weight, bias)
-        result = F.linear(inputs, weight.detach(), bias.detach() if bias is not None and other else bias)
-        layers.append(RowLayer(name, other, torch.zeros_like(result)))
+        result = F.linear(inputs, weight.detach(), bias.detach() if bias is not None and bias_name else bias)
+        layers.append(RowLayer(name, bias_name, torch.zeros_like(result)))
         return result
 
     with ReplaceLinear(lambda input, weight, bias=None: linear(input, weight, bias)):
         outputs = compute_outputs(task.model, each(lambda tensor: tensor[:1], inputs), task.fresh_values(leaves))
-    used = Counter([name for layer in layers for name in (layer.weight, layer.bias) if name])
-    if outputs.requires_grad and used:
-        elsewhere = torch.autograd.grad(outputs.sum(), [leaves[name] for name in used], allow_unused=True)
-        used.update([name for name, value in zip(list(used), elsewhere, strict=True) if value is not None])
-    return [layer for layer in layers if used[layer.weight] == used[layer.bias or layer.weight] == 1], outputs.detach()
+    uses = Counter([name for layer in layers for name in (layer.weight, layer.bias) if name])
+    if outputs.requires_grad and uses:
+        direct_gradients = torch.autograd.grad(outputs.sum(), [leaves[name] for name in uses], allow_unused=True)
+        uses.update([name for name, value in zip(list(uses), direct_gradients, strict=True) if value is not None])
+    return [layer for layer in layers if uses[layer.weight] == uses[layer.bias or layer.weight] == 1], outputs.detach()
 
 
 class ForwardVaries(Exception):
-    """The calls to a layer differ from those for the first record."""
+    """The calls of a layer differ from its calls for the first record."""
 
 
 def run_with_taps(task: "RecordGradients", leaves: Tensors, taps: Tensors, record: Inputs) -> tuple[Tensor, Tensors]:

@@ -27,10 +27,10 @@ def poisson_sample(entropy: Entropy, records: int, rate: float) -> Integers:
     """Return the indices of a sample that contains each of `records` records independently with probability `rate`."""
     if rate >= 1:
         return np.arange(records)
-    drawn = (entropy.words(records) >> np.uint64(64 - _BITS)).astype(np.int64)
+    words = (entropy.words(records) >> np.uint64(64 - _BITS)).astype(np.int64)
     threshold = Fraction(rate) * 2**_BITS  # exact: `rate` is a float
-    result = drawn < math.floor(threshold)
-    for index in np.flatnonzero(drawn == math.floor(threshold)):  # the next bits decide
+    result = words < math.floor(threshold)
+    for index in np.flatnonzero(words == math.floor(threshold)):  # the next bits decide
         result[index] = _trial(entropy, threshold - math.floor(threshold))
     return np.flatnonzero(result)
 
@@ -49,9 +49,9 @@ def exponential_trials(entropy: Entropy, numerators: NDArray[np.uint64], denomin
     """Return True with probability exp(-n / denominator) for each integer n."""
     words = entropy.words(len(numerators)) >> np.uint64(64 - _BITS)
     uniform = words.astype(np.float64) * 2.0**-_BITS  # the drawn number, rounded down by less than 2^-53
-    chance = np.exp(-(numerators.astype(np.float64) / denominator))
-    result: Booleans = uniform + 2.0**-_BITS <= chance * (1 - _GUARD)
-    for index in np.flatnonzero(~result & (uniform < chance * (1 + _GUARD))):
+    probability = np.exp(-(numerators.astype(np.float64) / denominator))
+    result: Booleans = uniform + 2.0**-_BITS <= probability * (1 - _GUARD)
+    for index in np.flatnonzero(~result & (uniform < probability * (1 + _GUARD))):
         result[index] = _exponential_trial(entropy, int(words[index]), Fraction(int(numerators[index]), denominator))
     return result
 
@@ -64,11 +64,12 @@ def _exponential_trial(entropy: Entropy, word: int, exponent: Fraction) -> bool:
     with localcontext() as context:
         while True:
             context.prec = _DIGITS + bits // 3
-            chance = Fraction((-(Decimal(exponent.numerator) / Decimal(exponent.denominator))).exp())
-            error = chance / 10 ** (context.prec - 10)  # also covers the much smaller rounding error of the exponent
-            if Fraction(word + 1, 2**bits) <= chance - error:
+            probability = Fraction((-(Decimal(exponent.numerator) / Decimal(exponent.denominator))).exp())
+            # the margin also covers the much smaller rounding error of the exponent
+            error = probability / 10 ** (context.prec - 10)
+            if Fraction(word + 1, 2**bits) <= probability - error:
                 return True
-            if Fraction(word, 2**bits) >= chance + error:
+            if Fraction(word, 2**bits) >= probability + error:
                 return False
             word, bits = (word << 64) | int(entropy.words(1)[0]), bits + 64
 
@@ -80,14 +81,14 @@ def discrete_gaussian(entropy: Entropy, count: int) -> Integers:
     arXiv 2004.00010, algorithm 3). The tail is not truncated; only draws beyond 2^31, or 2,048 standard deviations,
     overflow.
     """
-    result, filled = np.empty(count, np.int64), 0
-    while filled < count:
-        laplace = _discrete_laplace(entropy, count - filled + (count - filled) // 2 + 16)
+    result, num_drawn = np.empty(count, np.int64), 0
+    while num_drawn < count:
+        laplace = _discrete_laplace(entropy, count - num_drawn + (count - num_drawn) // 2 + 16)
         distance = (np.abs(laplace) - SCALE).astype(np.int64)
         accepted = laplace[exponential_trials(entropy, np.square(distance).astype(np.uint64), 2 * SCALE**2)]
-        used = accepted[: count - filled]
-        result[filled : filled + len(used)] = used
-        filled += len(used)
+        values = accepted[: count - num_drawn]
+        result[num_drawn : num_drawn + len(values)] = values
+        num_drawn += len(values)
     return result
 
 

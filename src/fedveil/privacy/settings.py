@@ -29,7 +29,7 @@ class Privacy:
         epsilon: the budget. Training stops before it is exceeded.
         noise: noise multiplier (standard deviation of the noise on the sum / clip). With 0, gradients are only clipped.
         delta: the probability with which epsilon may be exceeded; choose it far below 1 / number of records.
-        clip: maximum norm of a record's gradient, or of a client's.
+        clip: maximum norm of a record's (or client's) gradient.
         unit: the unit of protection: one "record", or all records of a "client".
         rate: the probability that a record is in a round's sample. By default, batch_size / the number of records of
             the largest client if a batch size is given; otherwise 1,024 / the number of all records, at most 0.5. Not
@@ -40,7 +40,7 @@ class Privacy:
             secure aggregation.
         colluding: the number of clients that may reveal their shares of the noise; at least 1, because each client
             knows its share.
-        vanishing: the number of clients that may drop out of a sum without leaving too little noise in it.
+        vanishing: the number of clients that may drop out of a round; the others then still add enough noise.
         memory: maximum number of bytes that a client uses for per-record gradients.
         allow_factors: whether to accept a veil with factors. The guarantee holds, but accuracy suffers, because norms
             and noise are computed from perturbed gradients.
@@ -75,7 +75,7 @@ class Privacy:
         check_count(where, "vanishing", self.vanishing, 0)
         check_count(where, "memory", self.memory)
         if self.unit == "client" and self.rate not in (None, 1):
-            raise BadArgument(where, "rate applies only to records", "omit rate, and use participation=")
+            raise BadArgument(where, "rate applies only to records", "omit rate, and set participation=")
         if self.unit == "client" and self.noise_by == "clients":
             raise BadArgument(
                 where, "clients add noise only if the unit is a record", 'use noise_by="server" or unit="record"'
@@ -83,8 +83,8 @@ class Privacy:
         if self.epsilon is None and self.noise is None:
             raise BadArgument(where, "neither epsilon nor noise is set", "use epsilon=3, or noise=1.0")
         if self.unit == "client" and self.epsilon is not None and self.noise is None and self.rounds is None:
-            what = "the noise for an epsilon depends on the number of rounds"
-            raise BadArgument(where, what, "also pass rounds=, or pass noise= instead")
+            message = "the noise for an epsilon depends on the number of rounds"
+            raise BadArgument(where, message, "also pass rounds=, or pass noise= instead")
 
     def terms(self) -> Values:
         """Return the settings that clients need, as JSON values."""
@@ -92,7 +92,7 @@ class Privacy:
 
     @classmethod
     def from_terms(cls, terms: Values) -> "Privacy":
-        """Client: return the settings for `terms`. Factors are allowed, because they do not weaken the guarantee."""
+        """Return a client's settings for the server's `terms`. Factors do not weaken the guarantee and are allowed."""
         if terms.keys() != set(TERMS) or terms["noise"] is None or terms["rate"] is None:
             raise BadArgument("request", f"privacy must have the settings {', '.join(TERMS)}")
         return cls(**terms, allow_factors=True)
@@ -118,32 +118,34 @@ class Privacy:
             import_library()  # raises an error if dp-accounting is not installed
         return replace(self, rate=rate, noise=noise, rounds=rounds)
 
-    def grid(self, numbers: int, candidates: int, members: int | None) -> Grid:
+    def grid(self, num_values: int, num_candidates: int, members: int | None) -> Grid:
         """Return the grid for a sum of gradients, which depends only on public numbers.
 
         Args:
-            numbers: the number of values in one gradient.
-            candidates: the number of gradients per record.
+            num_values: the number of values in one gradient.
+            num_candidates: the number of gradients per record.
             members: the number of clients selected for the round, with secure aggregation.
         """
         assert self.noise is not None
         if self.noise_by == "server":
-            return make_grid(self.noise, self.clip, numbers)
+            return make_grid(self.noise, self.clip, num_values)
         if members is None:
-            what = "noise shares need secure aggregation: a single update contains only one share"
-            raise BadArgument("privacy", what, 'set secure_aggregation=True, or noise_by="server"')
+            message = "noise shares need secure aggregation: a single update contains only one share"
+            raise BadArgument("privacy", message, 'set secure_aggregation=True, or noise_by="server"')
         shares = count_shares(members, self.colluding, self.vanishing)
-        return make_grid(self.noise, self.clip, numbers, candidates=candidates, shares=shares)
+        return make_grid(self.noise, self.clip, num_values, candidates=num_candidates, shares=shares)
 
     def capacity(self, records: int) -> int:
         """Return the number of records for which a client computes gradients in every round.
 
-        It does not depend on the sample, so that the time of a round reveals nothing. With probability below 1e-8, a
-        sample is larger and takes longer.
+        This number does not depend on the sample, so that the duration of a round reveals nothing. With probability
+        below 1e-8, a sample is larger and takes longer.
         """
         assert self.rate is not None
         if self.rate * records > MAX_RECORDS / 2:
-            what = f"a sample of {self.rate * records:,.0f} records is too large for the bound on rounding errors"
-            raise BadArgument("privacy", what, f"use a rate for at most {MAX_RECORDS // 2:,} records per client")
-        mean, spread = self.rate * records, math.sqrt(records * self.rate * (1 - self.rate))
-        return max(1, min(records, math.ceil(mean + 6 * spread + 6)))
+            message = f"a sample of {self.rate * records:,.0f} records is too large for the bound on rounding errors"
+            raise BadArgument(
+                "privacy", message, f"use a rate that selects at most {MAX_RECORDS // 2:,} records per client"
+            )
+        mean, deviation = self.rate * records, math.sqrt(records * self.rate * (1 - self.rate))
+        return max(1, min(records, math.ceil(mean + 6 * deviation + 6)))

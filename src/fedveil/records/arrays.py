@@ -15,25 +15,29 @@ if TYPE_CHECKING:
 
 Array = NDArray[np.generic]
 FORMS = "a tensor, a NumPy array, a pandas DataFrame or Series, or numbers"
-NO_GAPS = "omit these records, or fill in a number such as the column's mean"
-CODES = "use numbers: pandas.get_dummies for inputs, pandas.factorize for classes, days since a date for dates"
-_WIDER = {"f2": "f4", "f16": "f8", "u2": "i4", "u4": "i8", "u8": "i8"}  # types that torch supports poorly
+FIX_MISSING = "omit these records, or fill in a number such as the column's mean"
+FIX_NOT_NUMERIC = (
+    "use numbers: pandas.get_dummies for inputs, pandas.factorize for classes, days since an epoch for dates"
+)
+FIX_INT64 = "use integers that fit into int64"
+_WIDER_TYPES = {"f2": "f4", "f16": "f8", "u2": "i4", "u4": "i8", "u8": "i8"}  # types that torch supports poorly
 _NUMBERS = bool | int | float | np.number | np.bool_
 
 
 class _NotNumericError(Exception):
-    """Raised if a value is not numeric, with the reason and a fix."""
+    """A value is not numeric; the arguments are the reason and a fix."""
 
 
 def as_tensor(where: str, kind: str, value: object, *, gaps: bool = False) -> Tensor:
     """Convert numbers in any common form to a tensor.
 
     Args:
-        where: the owner of the value, such as "client 0", with which messages begin.
+        where: the beginning of error messages: the owner of the value, such as "client 0".
         kind: the role of the value, such as "inputs" or "targets".
         value: a tensor, a NumPy array or scalar, a pandas DataFrame (a column per feature) or Series, a number, or a
             list of numbers, nested or not.
-        gaps: whether everything in an array or frame that is not a number becomes NaN, instead of an error.
+        gaps: whether to replace everything in an array or frame that is not a number with NaN, instead of raising an
+            error.
 
     Returns:
         The tensor. A tensor is returned unchanged. Integers stay integers, and bools stay bool. float16 becomes
@@ -43,7 +47,8 @@ def as_tensor(where: str, kind: str, value: object, *, gaps: bool = False) -> Te
         Therefore, open a file that is larger than memory with ``numpy.load(file, mmap_mode="c")``, not with "r".
 
     Raises:
-        BadArgument: the value has another form, contains text, dates or objects, or is a frame with missing values.
+        BadArgument: the value has an unsupported form, contains text, dates or objects, or is a frame with missing
+            values.
 
     Example:
         >>> as_tensor("client 0", "inputs", np.arange(3)[::-1])
@@ -56,10 +61,10 @@ def as_tensor(where: str, kind: str, value: object, *, gaps: bool = False) -> Te
     except _NotNumericError as error:
         if gaps and (isinstance(value, np.ndarray) or is_frame(value) or is_series(value)):
             return torch.from_numpy(_fill_gaps(value))
-        why, fix = error.args
-        raise BadArgument(where, f"{kind} cannot be converted to a tensor: {why}", fix) from error.__cause__
-    plain = isinstance(value, int | float | list | tuple) and not isinstance(value, np.generic)
-    return tensor.to(torch.get_default_dtype()) if plain and tensor.is_floating_point() else tensor
+        reason, fix = error.args
+        raise BadArgument(where, f"{kind} cannot be converted to a tensor: {reason}", fix) from error.__cause__
+    is_python_number = isinstance(value, int | float | list | tuple) and not isinstance(value, np.generic)
+    return tensor.to(torch.get_default_dtype()) if is_python_number and tensor.is_floating_point() else tensor
 
 
 def is_frame(value: object) -> TypeGuard["DataFrame"]:
@@ -82,12 +87,14 @@ def _read_array(value: object) -> Array:
             raise _NotNumericError("the DataFrame has no columns", "use a DataFrame with a column per feature")
         return np.stack(columns, 1)
     if is_series(value):
-        return _read_column("it", value)
+        return _read_column("the Series", value)
     if isinstance(value, bool | int | float | list | tuple):
         return _read_numbers(value)
     image = type(value).__module__.startswith("PIL.")
     fix = "give the dataset a transform that returns tensors, such as torchvision.transforms.ToTensor()"
-    raise _NotNumericError(f"it is {_name_type(value)}", fix if image else f"use {FORMS}: .to_numpy() or .toarray()")
+    raise _NotNumericError(
+        f"got {_name_type(value)}", fix if image else f"use {FORMS}, or try .to_numpy() or .toarray()"
+    )
 
 
 def _fill_gaps(value: object) -> NDArray[np.float64]:
@@ -107,18 +114,18 @@ def _as_number(item: object) -> float:
 
 def _name_type(value: object) -> str:
     kind = type(value)
-    home = kind.__module__.partition(".")[0]
-    return "None" if value is None else kind.__name__ if home == "builtins" else f"{home}.{kind.__name__}"
+    package = kind.__module__.partition(".")[0]
+    return "None" if value is None else kind.__name__ if package == "builtins" else f"{package}.{kind.__name__}"
 
 
 def _read_numbers(value: object) -> Array:
     """Return a Python number, or nested lists of numbers, as an array."""
     if isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
-        raise _NotNumericError(f"it is a {type(value).__name__} of tensors", "stack them with torch.stack")
+        raise _NotNumericError(f"got a {type(value).__name__} of tensors", "stack them with torch.stack")
     try:
         array = np.asarray(value)
     except ValueError:
-        raise _NotNumericError("its rows differ in length or shape", "use rows of the same shape") from None
+        raise _NotNumericError("rows differ in length or shape", "use rows of the same shape") from None
     # a single string turns all values into strings
     return np.asarray(value, dtype=object) if array.dtype.kind in "SU" else array
 
@@ -128,9 +135,9 @@ def _read_column(name: str, series: "Series") -> Array:
     missing = np.flatnonzero(series.isna().to_numpy())
     if len(missing):
         row, label = int(missing[0]), series.index[missing[0]]
-        first = f"row {row}" + ("" if label == row else f" (index {label})")
-        why = f"{name} has {len(missing)} missing value{'s' * (len(missing) > 1)}, the first in {first}"
-        raise _NotNumericError(why, NO_GAPS)
+        first_row = f"row {row}" + ("" if label == row else f" (index {label})")
+        reason = f"{name} has {len(missing)} missing value{'s' * (len(missing) > 1)}, the first in {first_row}"
+        raise _NotNumericError(reason, FIX_MISSING)
     array: Array = series.to_numpy(dtype=getattr(series.dtype, "numpy_dtype", None))  # for nullable types such as Int64
     _check_numeric(name, array)
     return array
@@ -142,10 +149,10 @@ def _check_numeric(name: str, array: Array) -> None:
         return
     for index, item in np.ndenumerate(array):
         if not isinstance(item, _NUMBERS) or (isinstance(item, int) and abs(item) >= 2**63):
-            text = repr(str(item)) if isinstance(item, str) else str(item)
-            at = f", at {list(index)}" if index else ""
-            fix = NO_GAPS if item is None else "use integers that fit int64" if isinstance(item, int) else CODES
-            raise _NotNumericError(f"{name} contains {text:.40}{at}", fix)
+            shown = repr(str(item)) if isinstance(item, str) else str(item)
+            position = f", at {list(index)}" if index else ""
+            fix = FIX_MISSING if item is None else FIX_INT64 if isinstance(item, int) else FIX_NOT_NUMERIC
+            raise _NotNumericError(f"{name} contains {shown:.40}{position}", fix)
     raise _NotNumericError(f"{name} has type {array.dtype}", "convert it: .astype(float)")
 
 
@@ -154,14 +161,14 @@ def _from_array(array: Array) -> Tensor:
     if isinstance(array, np.ma.MaskedArray):
         masked = np.argwhere(np.ma.getmaskarray(array)).tolist()
         if masked:
-            why = f"{len(masked)} of its values are masked, the first at {masked[0]}"
-            raise _NotNumericError(why, "call .filled(value), or omit these records")
+            reason = f"{len(masked)} values are masked, the first at {masked[0]}"
+            raise _NotNumericError(reason, "call .filled(value), or omit these records")
         array = np.asarray(array)
-    _check_numeric("it", array)
+    _check_numeric("the array", array)
     dtype = array.dtype.newbyteorder("=")
     if dtype == np.uint64 and array.size and (largest := array.max()) > np.iinfo(np.int64).max:
         raise _NotNumericError(f"{largest} is too large for torch's int64", "use smaller integers")
-    dtype = np.dtype(_WIDER.get(dtype.str[1:], dtype))
+    dtype = np.dtype(_WIDER_TYPES.get(dtype.str[1:], dtype))
     array = array.astype(dtype, order="C", copy=not (array.flags.writeable and array.flags.c_contiguous))
     try:
         return torch.from_numpy(array)

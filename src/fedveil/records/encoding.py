@@ -24,7 +24,7 @@ OutputKind = Literal["softmax", "sigmoid", "scores", "exponential", "values"]
 @with_config(STRICT)
 @dataclass(frozen=True)
 class NumberColumn:
-    """A column of numbers: a cell x becomes (x - mean) / deviation; a missing cell becomes `fill`, if there is one."""
+    """A column of numbers: a cell x becomes (x - mean) / deviation; a missing cell becomes `fill`, if it is set."""
 
     name: str
     mean: float
@@ -38,8 +38,8 @@ class NumberColumn:
 class CategoryColumn:
     """A column of categories: one input per category, which is 1 for the cell's category and 0 for the others.
 
-    A missing cell becomes the category `fill`, if there is one. In a column of kind "text", only empty cells are
-    missing; in one of kind "words", so are the words in `TableEncoding.missing_words`.
+    A missing cell becomes the category `fill`, if it is set. In a column of kind "text", only empty cells are missing;
+    in a column of kind "words", the words in `TableEncoding.missing_words` count as missing too.
     """
 
     name: str
@@ -55,7 +55,7 @@ class TableEncoding:
 
     Attributes:
         columns: the columns that become inputs, in the order of the inputs.
-        missing: what training did with missing cells: "refuse" them, "drop" their rows, or "impute" them.
+        missing: how training handled missing cells: "refuse" them, "drop" their rows, or "impute" them.
         missing_numbers: cells that count as missing in columns of numbers, in lower case.
         missing_words: cells that count as missing in columns of words, in lower case.
         delimiter: the delimiter of the training file.
@@ -74,7 +74,7 @@ class TableEncoding:
 @with_config(STRICT)
 @dataclass(frozen=True)
 class ImageEncoding:
-    """The encoding of images: RGB, resized to `size` x `size`, pixels in [0, 1], (pixel - mean) / deviation by channel.
+    """The encoding of images: RGB pixels in [0, 1], resized to `size` x `size` and standardised by channel.
 
     The means of `pool` x `pool` neighbouring values are then taken, if `pool` is not 1.
     """
@@ -89,7 +89,7 @@ class ImageEncoding:
 @with_config(STRICT)
 @dataclass(frozen=True)
 class NumbersEncoding:
-    """Records that a model takes as they are; `columns` are those of the frames that it was trained on, if any."""
+    """Records that are passed to the model unchanged; `columns` are the names of the training inputs, if any."""
 
     columns: tuple[str, ...] = ()
     kind: Literal["numbers"] = "numbers"
@@ -113,11 +113,12 @@ class OutputForm:
     """The form of a model's outputs.
 
     Attributes:
-        kind: "softmax" and "sigmoid" turn the outputs into probabilities of classes; "scores" has one number per class,
-            of which the largest wins; "exponential" turns the outputs into expected counts; "values" are numbers.
+        kind: "softmax" and "sigmoid" turn the outputs into probabilities of classes; "scores" are one number per class,
+            the largest of which is the prediction; "exponential" turns the outputs into expected counts; "values" are
+            predicted numbers.
         shape: shape of the output for one record.
         class_axis: the axis of the classes, where 0 is the axis of records.
-        entry: the chosen entry of what the model returns; "" if none was chosen.
+        entry: the chosen entry of the model's output; "" if none was chosen.
     """
 
     kind: OutputKind
@@ -134,10 +135,10 @@ class Encoding:
     Attributes:
         inputs: how records become the model's inputs.
         target: name of the predicted column, if it is known.
-        classes: names or numbers of the classes, by index; () for quantities.
+        classes: names or numbers of the classes, by index; () for regression.
         target_scale: mean and standard deviation of a standardised target: value = output x deviation + mean.
-        tensors: the form of each input tensor; set by the server, as is `outputs`.
-        outputs: what the model's outputs are.
+        tensors: the form of each input tensor, set by the server.
+        outputs: the form of the model's outputs, set by the server.
     """
 
     inputs: Annotated[InputEncoding, Field(discriminator="kind")] = NumbersEncoding()
@@ -160,30 +161,30 @@ def format_encoding(encoding: Encoding) -> str:
     return _format({"schema": SCHEMA, **asdict(encoding)}) + "\n"
 
 
-def _format(value: Any, indent: str = "", head: str = "") -> str:
-    """Format a value as JSON after its name, on one line if it fits."""
-    flat = head + to_json(value)
-    if len(indent) + len(flat) < WIDTH or not isinstance(value, dict | list | tuple):
-        return flat
-    inner = indent + "  "
+def _format(value: Any, indent: str = "", prefix: str = "") -> str:
+    """Format a value as JSON after `prefix`, on one line if it fits."""
+    line = prefix + to_json(value)
+    if len(indent) + len(line) < WIDTH or not isinstance(value, dict | list | tuple):
+        return line
+    inner_indent = indent + "  "
     if isinstance(value, dict):
-        items = [_format(own, inner, f"{json.dumps(name)}: ") for name, own in value.items()]
+        items = [_format(item, inner_indent, f"{json.dumps(name)}: ") for name, item in value.items()]
     else:
-        items = [_format(own, inner) for own in value]
+        items = [_format(item, inner_indent) for item in value]
     start, end = "{}" if isinstance(value, dict) else "[]"
-    return f"{head}{start}\n{inner}" + f",\n{inner}".join(items) + f"\n{indent}{end}"
+    return f"{prefix}{start}\n{inner_indent}" + f",\n{inner_indent}".join(items) + f"\n{indent}{end}"
 
 
 def read_encoding(folder: Path) -> Encoding:
-    """Read the encoding in the folder of a run; refuse another schema and invalid values."""
+    """Read the encoding in the folder of a run; refuse an unknown schema and invalid values."""
     path = folder / FILE
     if not path.is_file():
-        here = f"there is no {FILE} in it" if folder.is_dir() else "there is no such folder"
-        raise BadArgument(str(folder), here, "use the folder of a run, or train again")
+        message = f"{FILE} is missing in this folder" if folder.is_dir() else "this folder does not exist"
+        raise BadArgument(str(folder), message, "use the folder of a run, or train again")
     values = check_schema(read_json(path), str(path))
     try:
         return TypeAdapter(Encoding).validate_python(values)
     except ValidationError as error:
-        first = error.errors()[0]
-        what = f"{'.'.join(map(str, first['loc']))} is not valid: {first['msg']}"
-        raise BadArgument(str(path), what, "restore the file, or train again") from error
+        first_error = error.errors()[0]
+        message = f"{'.'.join(map(str, first_error['loc']))} is not valid: {first_error['msg']}"
+        raise BadArgument(str(path), message, "restore the file, or train again") from error

@@ -15,7 +15,7 @@ Batch = tuple[Inputs, Tensor]
 
 
 def as_dicts(inputs: object) -> object:
-    """Return the same structure with every mapping as a dict, such as a tokenizer's BatchEncoding."""
+    """Convert all mappings in the inputs, such as a tokenizer's BatchEncoding, to dicts."""
 
     def convert(leaf: object) -> object:  # pytree regards mappings of unknown types as leaves
         return as_dicts(dict(leaf)) if isinstance(leaf, Mapping) else leaf
@@ -23,9 +23,9 @@ def as_dicts(inputs: object) -> object:
     return inputs if isinstance(inputs, Tensor) else pytree.tree_map(convert, inputs)
 
 
-def map_tensors(change: Callable[[Tensor], Tensor], inputs: Inputs) -> Inputs:
-    """Return the same structure with `change` applied to every tensor."""
-    return cast(Inputs, pytree.tree_map_only(Tensor, change, inputs))
+def map_tensors(function: Callable[[Tensor], Tensor], inputs: Inputs) -> Inputs:
+    """Return the same structure with `function` applied to every tensor."""
+    return cast(Inputs, pytree.tree_map_only(Tensor, function, inputs))
 
 
 def leaves_by_path(inputs: object) -> dict[str, object]:
@@ -43,22 +43,26 @@ def tensors_by_path(inputs: object) -> dict[str, Tensor]:
 
 def describe(tensor: Tensor, skip: int = 0) -> str:
     """Describe the kind of number and the shape of a tensor, without its first `skip` dimensions."""
-    return f"{'float' if tensor.is_floating_point() else 'integer'} of shape {tuple(tensor.shape[skip:])}"
+    return f"{_describe_kind(tensor)} of shape {tuple(tensor.shape[skip:])}"
+
+
+def _describe_kind(tensor: Tensor) -> str:
+    return "float" if tensor.is_floating_point() else "integer"
 
 
 def describe_forms(batch: Batch, *, sizes: bool = True) -> dict[str, str]:
     """Describe one record of each tensor in a batch, keyed by path; other leaves are described by their values.
 
-    Without `sizes`, only the number of dims is described, for batches that are padded to different lengths.
+    If `sizes` is false, only the number of dimensions is given, because batches may be padded to different lengths.
     """
     leaves = {**leaves_by_path(batch[0]), "targets": batch[1]}
 
-    def form(leaf: object) -> str:
+    def describe_leaf(leaf: object) -> str:
         if not isinstance(leaf, Tensor):
             return repr(leaf)
-        return describe(leaf, 1) if sizes else f"{describe(leaf, leaf.dim())[:-2]}{max(0, leaf.dim() - 1)} dims"
+        return describe(leaf, 1) if sizes else f"{_describe_kind(leaf)} with {max(0, leaf.dim() - 1)} dims"
 
-    return {path: form(leaf) for path, leaf in leaves.items()}
+    return {path: describe_leaf(leaf) for path, leaf in leaves.items()}
 
 
 def describe_exactly(batch: Batch) -> str:
@@ -67,20 +71,20 @@ def describe_exactly(batch: Batch) -> str:
     return repr((describe_forms(batch), [tensor.dtype for tensor in tensors]))
 
 
-def check_same_form(owner: str, forms: Mapping[str, str], other: str, expected: Mapping[str, str]) -> None:
+def check_same_form(owner: str, forms: Mapping[str, str], other_owner: str, expected: Mapping[str, str]) -> None:
     """Refuse records that differ in structure, shape or kind of number from the records of another owner.
 
     Args:
         owner: the owner of the records, for messages.
         forms: the forms of the records, as `describe_forms` returns them.
-        other: the other owner, for messages.
+        other_owner: the other owner, for messages.
         expected: the forms of the other owner's records.
     """
     for path in (*expected, *forms):
         result, expected_form = (form_by_path.get(path, "missing") for form_by_path in (forms, expected))
         if result != expected_form:
-            what = f"{path} is {result:.60}, but that of {other} is {expected_form:.60}"
-            raise BadArgument(owner, what, "use the same structure, shape and kind of number for all records")
+            message = f"expected {path} to be {expected_form:.60}, as for {other_owner}, got {result:.60}"
+            raise BadArgument(owner, message, "use the same structure, shape and kind of number for all records")
 
 
 def join_batches(batches: Sequence[Batch]) -> Batch:

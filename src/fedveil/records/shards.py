@@ -26,8 +26,8 @@ def generator(*parts: object) -> torch.Generator:
 
 def count_batches(size: int, batch_size: int, min_records: int = 2) -> int:
     """Count a client's batches; a last batch of fewer than `min_records` records is merged with the previous one."""
-    full, rest = divmod(size, batch_size)
-    return max(1, full + (rest >= min_records))
+    full, remainder = divmod(size, batch_size)
+    return max(1, full + (remainder >= min_records))
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,9 +77,9 @@ class Shards(ABC):
         return order[batch * self.batch_size : stop]
 
     def local_rows(self, client: int, number: int, epochs: int) -> list[Tensor]:
-        """Return the rows of a client's batches in round `number`, if it goes through its records `epochs` times.
+        """Return the rows of a client's batches in round `number`, in which it goes through its records `epochs` times.
 
-        With one client, the batches of all rounds together are those of `rows`, in the same order.
+        Over all rounds, these are the same batches as those of `rows`, in the same order.
         """
         steps = epochs * self.batches(self.sizes[client])
         return [self.rows(client, number * steps + step) for step in range(steps)]
@@ -87,8 +87,8 @@ class Shards(ABC):
     def shard(self, client: int) -> list[Tensor]:
         """Return the rows of all records of a client, in batches."""
         start, stop = self.starts[client], self.starts[client] + self.sizes[client]
-        begins = [start + batch * self.batch_size for batch in range(self.batches(stop - start))]
-        return [torch.arange(a, b) for a, b in itertools.pairwise([*begins, stop])]
+        batch_starts = [start + batch * self.batch_size for batch in range(self.batches(stop - start))]
+        return [torch.arange(begin, end) for begin, end in itertools.pairwise([*batch_starts, stop])]
 
     def records(self, client: int) -> Batch:
         """Return all records of a client."""
@@ -96,7 +96,7 @@ class Shards(ABC):
 
     @property
     def example(self) -> Inputs:
-        """The inputs of the first two records, or of the only one; of one client, if clients cannot be joined."""
+        """The inputs of at most two records, which are from one client if clients cannot be joined in one batch."""
         return self.take(torch.arange(min(2, sum(self.sizes) if self.fusable else self.sizes[0])))[0]
 
 
@@ -125,27 +125,27 @@ class StreamShards(Shards):
 
     @property
     def fusable(self) -> bool:
-        """Whether no `collate_fn` prepares records, because it may pad each client's batch to another length."""
-        return all(isinstance(source, Rows) or source.collates_alike for source in self.clients)
+        """Whether no client has a `collate_fn`, which may pad each client's batch to a different length."""
+        return all(isinstance(source, Rows) or source.uses_default_collate for source in self.clients)
 
     def take_separately(self, rows: Tensor) -> Batch:
-        """Read records one by one; refuse records of different forms or dtypes, to which a batch would adapt others."""
+        """Read records one by one; refuse different forms or dtypes, because a batch would convert some records."""
         batches = [self.take(rows[k : k + 1]) for k in range(len(rows))]
         if len({describe_exactly(batch) for batch in batches}) > 1:
-            what = "privacy for records requires records of the same shape and dtype, and theirs differ"
+            message = "record-level privacy requires all records to have the same shape and dtype, but they differ"
             fix = "pad all records to the same length, and convert numbers to the same dtype"
-            raise BadArgument(self.clients[0].owner, what, fix)
+            raise BadArgument(self.clients[0].owner, message, fix)
         return join_batches(batches)
 
     def take(self, rows: Tensor) -> Batch:
         """Read and check the records in these rows."""
-        owners, parts = torch.bucketize(rows, torch.tensor(self.starts[1:], dtype=torch.int64), right=True), []
-        for client in sorted(set(owners.tolist())):  # each client's rows are contiguous
-            numbers, source = (rows[owners == client] - self.starts[client]).tolist(), self.clients[client]
-            batch = source.take(numbers)
-            check_finite(source.owner, batch, numbers)
-            parts.append(self.prepare(source.owner, batch, numbers))
-        return join_batches(parts)
+        clients, batches = torch.bucketize(rows, torch.tensor(self.starts[1:], dtype=torch.int64), right=True), []
+        for client in sorted(set(clients.tolist())):  # in `rows`, the rows of each client are adjacent
+            indices, source = (rows[clients == client] - self.starts[client]).tolist(), self.clients[client]
+            batch = source.take(indices)
+            check_finite(source.owner, batch, indices)
+            batches.append(self.prepare(source.owner, batch, indices))
+        return join_batches(batches)
 
 
 def _draw_order(seed: int, client: int, epoch: int, size: int, start: int) -> Tensor:

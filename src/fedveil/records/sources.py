@@ -34,16 +34,16 @@ from fedveil.records.inputs import (
 )
 
 UserRecords: TypeAlias = tuple[object, object] | Mapping[str, object] | Dataset[object] | DataLoader[object]
-"""Records in any form that is accepted from users."""
+"""Records in any form that users may pass."""
 FORMS = "(inputs, targets) of tensors, NumPy arrays or pandas frames, a Dataset of (input, target), or a DataLoader"
-PLAIN = bool | int | float | str | None  # types of constants that inputs may contain
+CONSTANT_TYPES = bool | int | float | str | None  # types of constants that inputs may contain
 ITEMS = '(input, target), (input, input, ..., target), or dicts with "labels"'
-SUBSET = "use a DataLoader over torch.utils.data.Subset(dataset, indices)"
-WEIGHTED = (
-    "give rare classes more weight in the loss, as the sampler does on average: loss=fedveil.CrossEntropy(weight=w) "
+FIX_SUBSET = "use a DataLoader over torch.utils.data.Subset(dataset, indices)"
+FIX_WEIGHTED = (
+    "pass one factor per class to the loss, which has the same effect on average: loss=fedveil.CrossEntropy(weight=w); "
 )
-WEIGHTED += "with one factor per class; or draw once: DataLoader(torch.utils.data.Subset(dataset, list(sampler)))"
-LABELS = ("labels", "label", "label_ids")  # the names of targets in a dict, as in Hugging Face datasets
+FIX_WEIGHTED += "or sample once, before training: DataLoader(torch.utils.data.Subset(dataset, list(sampler)))"
+LABEL_NAMES = ("labels", "label", "label_ids")  # the names of targets in a dict, as in Hugging Face datasets
 
 
 class IndexedDataset(Protocol):
@@ -67,8 +67,8 @@ class Rows:
 
     def take(self, rows: Sequence[int]) -> Batch:
         """Return these records as one batch."""
-        chosen = torch.tensor(rows, dtype=torch.int64, device=self.targets.device)
-        return map_tensors(lambda tensor: tensor[chosen.to(tensor.device)], self.inputs), self.targets[chosen]
+        indices = torch.tensor(rows, dtype=torch.int64, device=self.targets.device)
+        return map_tensors(lambda tensor: tensor[indices.to(tensor.device)], self.inputs), self.targets[indices]
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +83,7 @@ class Stream:
         return len(self.dataset)
 
     @property
-    def collates_alike(self) -> bool:
+    def uses_default_collate(self) -> bool:
         """Whether records are stacked, so that their form in a batch does not depend on other records."""
         return self.collate is default_collate
 
@@ -100,10 +100,10 @@ class Stream:
         if self.collate is not default_collate:
             return items
         for row, item in zip(rows, items, strict=True):
-            named = isinstance(item, Mapping) and isinstance(items[0], Mapping)
-            if not named and (not isinstance(item, tuple | list) or len(item) < 2):
-                what = f"it is a {type(item).__name__}, not (input, target)"
-                raise BadArgument(f"{self.owner}, record {row}", what, f"use a Dataset of {ITEMS}")
+            both_dicts = isinstance(item, Mapping) and isinstance(items[0], Mapping)
+            if not both_dicts and (not isinstance(item, tuple | list) or len(item) < 2):
+                message = f"expected (input, target), got {type(item).__name__}"
+                raise BadArgument(f"{self.owner}, record {row}", message, f"use a Dataset of {ITEMS}")
         return [self._read_fields(row, item) for row, item in zip(rows, items, strict=True)]
 
     def _read_fields(self, row: int, item: object) -> object:
@@ -122,22 +122,22 @@ class Stream:
         except (RuntimeError, TypeError, ValueError, KeyError) as error:
             if self.collate is default_collate:
                 self._check_same_form(rows, items)
-            first = ", ".join(map(str, rows[:3])) + (", ..." if len(rows) > 3 else "")
-            why = str(error).splitlines()[0].rstrip(".")
-            what = f"cannot collate records {first} into a batch of inputs and targets: {why}"
+            shown_rows = ", ".join(map(str, rows[:3])) + (", ..." if len(rows) > 3 else "")
+            reason = str(error).splitlines()[0].rstrip(".")
+            message = f"cannot collate records {shown_rows} into a batch of inputs and targets: {reason}"
             fix = "use records of the same shape, or a DataLoader whose collate_fn returns (inputs, targets)"
-            raise BadArgument(self.owner, what, fix) from error
+            raise BadArgument(self.owner, message, fix) from error
         if isinstance(batch, Mapping):
-            named, result = split_labels(self.owner, batch)
-            return named, as_tensor(self.owner, "labels", result)
+            inputs, targets = split_labels(self.owner, batch)
+            return inputs, as_tensor(self.owner, "labels", targets)
         if not inputs or not isinstance(targets, Tensor):
             fix = 'use a collate_fn that returns (inputs, targets), or a dict with "labels"'
-            raise BadArgument(self.owner, "a batch does not end with a tensor of targets", fix)
+            raise BadArgument(self.owner, "the last item of a batch is not a tensor of targets", fix)
         return cast(Inputs, as_dicts(_join_arguments(inputs))), targets
 
     def _check_same_form(self, rows: Sequence[int], items: list[object]) -> None:
-        """Refuse a record that differs from the first one."""
-        first: dict[str, str] = {}
+        """Refuse records that differ in form from the first one."""
+        expected_forms: dict[str, str] = {}
         for row, item in zip(rows, items, strict=True):
             where = f"{self.owner}, record {row}"
             if isinstance(item, Mapping):
@@ -147,20 +147,20 @@ class Stream:
                 model_inputs = _join_arguments(inputs)
             leaves = {**leaves_by_path(model_inputs), "target": target}
             forms = {path: describe(as_tensor(where, path, leaf)) for path, leaf in leaves.items()}
-            first = first or forms
-            check_same_form(where, forms, f"record {rows[0]}", first)
+            expected_forms = expected_forms or forms
+            check_same_form(where, forms, f"record {rows[0]}", expected_forms)
 
 
 Source = Rows | Stream
 
 
 def split_labels(owner: str, batch: Mapping[str, object]) -> tuple[Inputs, object]:
-    """Divide a dict into forward's keyword arguments and the targets, which are its only entry named in `LABELS`."""
-    names = [name for name in LABELS if name in batch]
+    """Split a dict into forward's keyword arguments and the targets, the only entry whose key is in `LABEL_NAMES`."""
+    names = [name for name in LABEL_NAMES if name in batch]
     if len(names) != 1:
         keys = ", ".join(map(str, batch))
-        what = f"a dict has {'several' if names else 'no'} targets: its keys are {keys:.200}"
-        raise BadArgument(owner, what, 'name the targets "labels"')
+        message = f"a dict has {'several' if names else 'no'} targets: its keys are {keys:.200}"
+        raise BadArgument(owner, message, 'name the targets "labels"')
     return cast(Inputs, as_dicts({key: value for key, value in batch.items() if key != names[0]})), batch[names[0]]
 
 
@@ -184,33 +184,33 @@ def list_clients(clients: object) -> list[UserRecords]:
         clients: the sequence of clients that the user passed.
     """
     if isinstance(clients, DataLoader | Dataset | Mapping | str) or _is_array(clients):
-        what = f"clients is a {type(clients).__name__}, not a list of clients"
+        message = f"clients must be a list of clients, got {type(clients).__name__}"
         fix = f"use a list ([client] for one client) in which each client is {FORMS}"
-        raise BadArgument("Federation", what, "use list(clients.values())" if isinstance(clients, Mapping) else fix)
+        raise BadArgument("Federation", message, "use list(clients.values())" if isinstance(clients, Mapping) else fix)
     return list(cast(Sequence[UserRecords], clients))
 
 
 def list_columns(records: object) -> tuple[str, ...]:
-    """Return the names of the inputs if they are a pandas DataFrame, otherwise ()."""
+    """Return the column names of inputs in a pandas DataFrame; () for inputs in another form."""
     inputs = records[0] if isinstance(records, tuple | list) and len(records) == 2 else None
     return tuple(map(str, inputs.columns)) if is_frame(inputs) else ()
 
 
 def check_columns(clients: Sequence[object]) -> tuple[str, ...]:
-    """Return the names of the inputs; refuse clients whose DataFrames have other columns, or another order."""
-    named = {number: names for number, client in enumerate(clients) if (names := list_columns(client))}
-    first = next(iter(named.values()), ())
-    for number in named:
-        check_same_columns(f"client {number}", clients[number], f"client {min(named)}", first)
-    return first
+    """Return the column names of the clients' DataFrames; refuse DataFrames whose columns or column order differ."""
+    columns_by_client = {number: names for number, client in enumerate(clients) if (names := list_columns(client))}
+    expected = next(iter(columns_by_client.values()), ())
+    for number in columns_by_client:
+        check_same_columns(f"client {number}", clients[number], f"client {min(columns_by_client)}", expected)
+    return expected
 
 
-def check_same_columns(owner: str, records: object, first_owner: str, first: tuple[str, ...]) -> None:
-    """Refuse a DataFrame of inputs whose columns, or their order, differ from those of the first owner, if known."""
+def check_same_columns(owner: str, records: object, first_owner: str, expected: tuple[str, ...]) -> None:
+    """Refuse a DataFrame of inputs whose columns or column order differ from `expected`, unless `expected` is empty."""
     names = list_columns(records)
-    if names and first and names != first:
-        what = f"its columns are {', '.join(names):.80}, but those of {first_owner} {', '.join(first):.80}"
-        raise BadArgument(owner, what, "use the same columns in the same order: frame[columns]")
+    if names and expected and names != expected:
+        message = f"expected the columns {', '.join(expected):.80}, as for {first_owner}, got {', '.join(names):.80}"
+        raise BadArgument(owner, message, "use the same columns in the same order: frame[columns]")
 
 
 def as_source(owner: str, records: object, *, gaps: bool = False) -> Source:
@@ -219,11 +219,11 @@ def as_source(owner: str, records: object, *, gaps: bool = False) -> Source:
     Args:
         owner: the name of the owner in messages, such as "client 0" or "test data".
         records: see `UserRecords`. Arrays, frames and TensorDatasets stay in memory; other Datasets are read on demand.
-            The DataLoader's order is not used, so that a resumed run can continue with the next batch.
+            A DataLoader's order is not used, so that a resumed run can continue with the next batch.
         gaps: whether missing values and text in arrays and frames become NaN.
 
     Raises:
-        BadArgument: the records have another form.
+        BadArgument: the records have an unsupported form.
     """
     dataset, collate = (
         (records.dataset, records.collate_fn) if isinstance(records, DataLoader) else (records, default_collate)
@@ -235,23 +235,23 @@ def as_source(owner: str, records: object, *, gaps: bool = False) -> Source:
             raise BadArgument(
                 owner, "a TensorDataset of one tensor has no targets", "use TensorDataset(inputs, targets)"
             )
-        return _store(owner, _join_arguments(dataset.tensors[:-1]), dataset.tensors[-1], gaps)
+        return _as_rows(owner, _join_arguments(dataset.tensors[:-1]), dataset.tensors[-1], gaps)
     if isinstance(records, tuple | list) and len(records) == 2:
         inputs, targets = records
-        return _store(owner, inputs, targets, gaps)
-    if isinstance(records, Mapping) and any(name in records for name in LABELS):
-        return _store(owner, *split_labels(owner, records), gaps)
+        return _as_rows(owner, inputs, targets, gaps)
+    if isinstance(records, Mapping) and any(name in records for name in LABEL_NAMES):
+        return _as_rows(owner, *split_labels(owner, records), gaps)
     if isinstance(records, tuple | list | Mapping | str) or _is_array(records):
         length = f" of {len(records)}" if isinstance(records, tuple | list) else ""
-        what = f"it is a {type(records).__name__}{length}, not records with their targets"
-        raise BadArgument(owner, what, f"use {FORMS}")
+        message = f"expected records and their targets, got a {type(records).__name__}{length}"
+        raise BadArgument(owner, message, f"use {FORMS}")
     if not _is_indexed(dataset):
         raise BadArgument(owner, f"{type(dataset).__name__} has no length or cannot be indexed", f"use {FORMS}")
     return Stream(owner, dataset, collate)
 
 
-def _store(owner: str, inputs: object, targets: object, gaps: bool) -> Rows:
-    """Return a pair of inputs and targets as tensors; `check_form` later refuses leaves that are not arrays."""
+def _as_rows(owner: str, inputs: object, targets: object, gaps: bool) -> Rows:
+    """Convert inputs and targets to tensors; `check_form` later refuses leaves that are not arrays."""
 
     def convert(path: pytree.KeyPath, leaf: object) -> object:
         if not _is_array(leaf):
@@ -261,15 +261,17 @@ def _store(owner: str, inputs: object, targets: object, gaps: bool) -> Rows:
 
     parts = targets if isinstance(targets, tuple | list) else ()
     if any(isinstance(part, Tensor | np.ndarray) and part.ndim for part in parts):
-        what = f"its targets are a {type(targets).__name__} of tensors, which look like the records of several clients"
+        message = f"targets is a {type(targets).__name__} of tensors, as if these were the records of several clients"
         raise BadArgument(
-            owner, what, "pass one pair (inputs, targets): concatenate all inputs, and all targets, with torch.cat"
+            owner, message, "pass one pair (inputs, targets): concatenate all inputs, and all targets, with torch.cat"
         )
     result = as_tensor(owner, "targets", targets, gaps=gaps)
     if is_frame(targets):  # a single column of integers contains classes
         result = result[:, 0] if result.shape[1] == 1 and not result.is_floating_point() else result.double()
     if not result.dim():
-        raise BadArgument(owner, "targets is a single number", "pass one target per record")
+        raise BadArgument(
+            owner, "targets must have one value per record, got a single number", "pass one target per record"
+        )
     return Rows(owner, cast(Inputs, pytree.tree_map_with_path(convert, as_dicts(inputs))), result)
 
 
@@ -279,8 +281,8 @@ def _check_loader(owner: str, loader: DataLoader[object], size: int) -> None:
     shuffles = isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == size
     if loader.batch_size is None or not (shuffles or type(sampler) is SequentialSampler):
         kind = type(sampler if loader.batch_size else loader.batch_sampler or sampler).__name__
-        what = f"the DataLoader chooses its records with a {kind}, which would be ignored"
-        raise BadArgument(owner, what, WEIGHTED if isinstance(sampler, WeightedRandomSampler) else SUBSET)
+        message = f"the DataLoader chooses its records with a {kind}, which would be ignored"
+        raise BadArgument(owner, message, FIX_WEIGHTED if isinstance(sampler, WeightedRandomSampler) else FIX_SUBSET)
 
 
 def choose_batch_size(clients: Sequence[object], batch_size: int | None, default: int) -> int:
@@ -289,35 +291,35 @@ def choose_batch_size(clients: Sequence[object], batch_size: int | None, default
     if batch_size is not None or not sizes:
         return default if batch_size is None else batch_size
     if len(sizes) > 1 or None in sizes:
-        what = f"the clients' DataLoaders have batches of {', '.join(map(str, sorted(sizes, key=str)))}"
-        raise BadArgument("Federation", what, "pass one batch_size for all clients, such as batch_size=32")
+        message = f"the clients' DataLoaders have different batch sizes: {', '.join(map(str, sorted(sizes, key=str)))}"
+        raise BadArgument("Federation", message, "pass one batch_size for all clients, such as batch_size=32")
     return cast(int, sizes.pop())
 
 
 def check_sources(sources: Sequence[Source]) -> list[Source]:
-    """Return the sources with their inputs in the structure of the first source; refuse sources that do not match.
+    """Return the sources, with dict keys in the same order as in the first source; refuse sources that differ in form.
 
     All records in memory are checked, but only the first two records of a stream.
     """
     if not sources:
         raise BadArgument("Federation", "there are no clients", "pass records: Federation(model, [(inputs, targets)])")
     result: list[Source] = []
-    first: Batch | None = None
-    sizes = all(isinstance(source, Rows) or source.collates_alike for source in sources)
+    first_batch: Batch | None = None
+    same_sizes = all(isinstance(source, Rows) or source.uses_default_collate for source in sources)
     for source in sources:
         if not len(source):
             raise BadArgument(source.owner, "there are no records", "pass at least one record, or omit this client")
-        stored = source if isinstance(source, Rows) else None
-        batch = (stored.inputs, stored.targets) if stored else source.take(range(min(2, len(source))))
+        in_memory = source if isinstance(source, Rows) else None
+        batch = (in_memory.inputs, in_memory.targets) if in_memory else source.take(range(min(2, len(source))))
         check_form(source.owner, batch)
-        first = first or batch
-        forms, expected = (describe_forms(part, sizes=sizes) for part in (batch, first))
+        first_batch = first_batch or batch
+        forms, expected = (describe_forms(part, sizes=same_sizes) for part in (batch, first_batch))
         check_same_form(source.owner, forms, sources[0].owner, expected)
         check_finite(source.owner, batch, range(len(batch[1])))
-        if stored:  # put keys in the same order
-            leaves, structure = leaves_by_path(batch[0]), pytree.tree_structure(first[0])
-            inputs = pytree.tree_unflatten([leaves[path] for path in leaves_by_path(first[0])], structure)
-            source = replace(stored, inputs=cast(Inputs, inputs))
+        if in_memory:  # put keys in the same order
+            leaves, structure = leaves_by_path(batch[0]), pytree.tree_structure(first_batch[0])
+            inputs = pytree.tree_unflatten([leaves[path] for path in leaves_by_path(first_batch[0])], structure)
+            source = replace(in_memory, inputs=cast(Inputs, inputs))
         result.append(source)
     return result
 
@@ -327,7 +329,7 @@ def check_form(owner: str, batch: Batch) -> None:
     inputs, targets = batch
     leaves = leaves_by_path(inputs)
     for path, leaf in leaves.items():
-        if not isinstance(leaf, Tensor | PLAIN):
+        if not isinstance(leaf, Tensor | CONSTANT_TYPES):
             fix = "convert arrays with torch.as_tensor, and other mappings with dict"
             raise BadArgument(owner, f"{path} is a {type(leaf).__name__}, not a tensor", fix)
     tensors = tensors_by_path(inputs)
@@ -339,29 +341,29 @@ def check_form(owner: str, batch: Batch) -> None:
             raise BadArgument(owner, f"{path} is a sparse, nested or meta tensor", "use a dense tensor: .to_dense()")
         records = len(tensor) if tensor.dim() else 0
         if not records or records != len(targets):
-            what = f"there are {records} records in {path} and {len(targets)} targets"
-            raise BadArgument(owner, what, "pass one target per record")
+            message = f"{path} has {records} records, but there are {len(targets)} targets"
+            raise BadArgument(owner, message, "pass one target per record")
 
 
-def check_finite(owner: str, batch: Batch, numbers: Sequence[int]) -> None:
+def check_finite(owner: str, batch: Batch, indices: Sequence[int]) -> None:
     """Refuse NaN and infinity in inputs and targets; `numbers` are the indices of the records."""
-    _refuse_infinite(owner, batch, numbers, None, "NaN or infinity", "correct this record, or omit it")
+    _refuse_infinite(owner, batch, indices, None, "NaN or infinity", "correct this record, or omit it")
 
 
-def check_range(owner: str, batch: Batch, numbers: Sequence[int], dtype: torch.dtype) -> None:
+def check_range(owner: str, batch: Batch, indices: Sequence[int], dtype: torch.dtype) -> None:
     """Refuse finite numbers that become infinite in another dtype, such as the model's."""
-    what = f"a number that is infinite in {dtype}"
-    _refuse_infinite(owner, batch, numbers, dtype, what, "scale the records down, or train model.double()")
+    content = f"a number that is infinite in {dtype}"
+    _refuse_infinite(owner, batch, indices, dtype, content, "scale the records down, or train model.double()")
 
 
 def _refuse_infinite(
-    owner: str, batch: Batch, numbers: Sequence[int], dtype: torch.dtype | None, what: str, fix: str
+    owner: str, batch: Batch, indices: Sequence[int], dtype: torch.dtype | None, content: str, fix: str
 ) -> None:
-    """Refuse floats that are not finite; if `dtype` is given, those that are not finite in this dtype."""
+    """Refuse floats that are not finite, or not finite in `dtype` if it is given."""
     for path, tensor in {**tensors_by_path(batch[0]), "targets": batch[1]}.items():
         if not tensor.is_floating_point() or (dtype and torch.finfo(tensor.dtype).max <= torch.finfo(dtype).max):
             continue
         finite = torch.isfinite(tensor.to(dtype) if dtype else tensor)
         if not finite.all():
             row = int((~finite.reshape(len(finite), -1).all(1)).nonzero()[0])
-            raise BadArgument(f"{owner}, record {numbers[row]}", f"{path} contain {what}", fix)
+            raise BadArgument(f"{owner}, record {indices[row]}", f"found {content} in {path}", fix)

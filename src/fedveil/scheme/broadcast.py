@@ -30,10 +30,10 @@ from fedveil.wire import Packed, Tensors, Values, add_prefix, check_fields, stri
 MAX_GROUPS = MAX_DECOYS = 64  # the maximum number that clients accept
 MAX_PASSES = MAX_GROUPS + 2  # maximum number of gradients that a client computes and sends for a batch
 MAX_AXES, MAX_CLASSES = 8, 2**18  # maximum number of axes and classes of a model's outputs
-LARGEST = 1e100  # maximum of a numeric setting, so that products do not overflow float64
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # dtypes that torch computes in
-NAMED: Mapping[str, type[Loss]] = {**LOSSES, **TOKEN_LOSSES}  # losses that are sent by name
-SAME_CODE = "build the client's model with the same code as the server's model"
+MAX_SETTING = 1e100  # maximum magnitude of a numeric setting, so that products do not overflow float64
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # dtypes in which clients compute
+NAMED_LOSSES: Mapping[str, type[Loss]] = {**LOSSES, **TOKEN_LOSSES}  # losses that are sent by name
+FIX_CODE = "build the client's model with the same code as the server's model"
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +42,7 @@ class PublicHead(Head):
 
     Attributes:
         noisy_bias: whether the bias has the same noise, as if it were the weight of an input that is always 1. A bias
-            close to zero gets no noise, because it would reveal that noise.
+            close to zero gets no noise, because it would reveal the noise.
         direction: r_a, one number per output.
         partition: the group of each output.
         offset: the size of the noise, one number per group; the paper's gamma is this plus the anchor's secret d.
@@ -61,8 +61,8 @@ class PublicHead(Head):
 
     def __post_init__(self) -> None:
         if self.groups > MAX_GROUPS or len(self.candidates) > MAX_DECOYS + 1:
-            what = f"{self.groups} groups and {len(self.candidates)} candidates are more work than clients accept"
-            raise BadArgument("head", what, f"use at most {MAX_GROUPS} groups and {MAX_DECOYS} decoys")
+            message = f"got {self.groups} groups and {len(self.candidates)} candidates, more than clients accept"
+            raise BadArgument("head", message, f"use at most {MAX_GROUPS} groups and {MAX_DECOYS} decoys")
 
     @property
     def groups(self) -> int:
@@ -70,7 +70,7 @@ class PublicHead(Head):
         return len(self.offset)
 
     @property
-    def decoys(self) -> bool:
+    def has_candidates(self) -> bool:
         """Whether there are candidates."""
         return len(self.candidates) > 0
 
@@ -90,22 +90,22 @@ _HEAD = {field.name: field.type for field in fields(PublicHead) if field.type is
 
 
 def _split_tensors(where: str, values: Values, tensors: Mapping[str, Tensor], *prefixes: str) -> list[Tensors]:
-    """Return the tensors for each prefix, without the prefix; refuse other tensors and invalid dicts."""
-    for what, value in (("values", values), ("tensors", tensors)):
+    """Return the tensors for each prefix, with the prefix removed; refuse other tensors and invalid dicts."""
+    for kind, value in (("values", values), ("tensors", tensors)):
         if not isinstance(value, Mapping) or not all(type(name) is str for name in value):
-            raise BadArgument(where, f"{what} must be a dict whose keys are strings")
-    parts = [strip_prefix(prefix, tensors) for prefix in prefixes]
-    if sum(map(len, parts)) < len(tensors):
-        extra = next(name for name in tensors if name.partition("/")[0] not in prefixes or "/" not in name)
-        raise BadArgument(where, f"unexpected tensor {extra[:80]!a}")
-    return parts
+            raise BadArgument(where, f"{kind} must be a dict whose keys are strings")
+    groups = [strip_prefix(prefix, tensors) for prefix in prefixes]
+    if sum(map(len, groups)) < len(tensors):
+        unexpected = next(name for name in tensors if name.partition("/")[0] not in prefixes or "/" not in name)
+        raise BadArgument(where, f"unexpected tensor {unexpected[:80]!a}")
+    return groups
 
 
 def resolve_loss(where: str, loss: str, loss_settings: Values, custom: Loss | None) -> Loss:
     """Return the loss with the name the server sent; a user's function is not sent and must be passed as `custom`."""
     if custom is not None and custom.name != loss:
         raise BadArgument(where, f"the server's loss is {loss!r}, but the client's is {custom.name!r}")
-    if custom is None and loss not in NAMED and not is_module(loss):
+    if custom is None and loss not in NAMED_LOSSES and not is_module(loss):
         raise BadArgument(
             where, f"the loss {loss!r} is a custom function, which is not sent", f"call {where}(..., loss=function)"
         )
@@ -113,20 +113,24 @@ def resolve_loss(where: str, loss: str, loss_settings: Values, custom: Loss | No
 
 
 def _build_loss(name: str, settings: Values) -> Loss:
-    """Build a loss. Each setting must have the type of its default, or be a list of numbers if the default is None."""
-    default = NAMED[name]() if name in NAMED else build_module(name, {})
-    known, result = default.settings(), dict[str, bool | int | float | str | tuple[float, ...] | None]()
+    """Build a loss. Each setting must have the type of its default; None allows a list of numbers too."""
+    default = NAMED_LOSSES[name]() if name in NAMED_LOSSES else build_module(name, {})
+    defaults, result = default.settings(), dict[str, bool | int | float | str | tuple[float, ...] | None]()
     for key, value in settings.items():
-        if key not in known:
-            fix = f"use {', '.join(known)}" if known else "send no settings"
+        if key not in defaults:
+            fix = f"use {', '.join(defaults)}" if defaults else "send no settings"
             raise BadArgument("loss", f"{name} has no setting {str(key)[:40]!a}", fix)
-        listed, single = known[key] is None and isinstance(value, list | tuple), isinstance(known[key], float)
-        numbers = value if listed else [value] if single else []
-        fits = listed or single or type(value) is type(known[key])
-        if not fits or len(numbers) > MAX_CLASSES or not all(is_number(n) and abs(n) <= LARGEST for n in numbers):
-            form = "a list of numbers or None" if known[key] is None else f"a {type(known[key]).__name__}"
-            raise BadArgument("loss", f"{key} of {name} must be {form}, finite and not too large")
-        result[key] = tuple(map(float, value)) if listed else float(value) if single else value
+        is_list, is_float = defaults[key] is None and isinstance(value, list | tuple), isinstance(defaults[key], float)
+        elements = value if is_list else [value] if is_float else []
+        is_valid = is_list or is_float or type(value) is type(defaults[key])
+        if (
+            not is_valid
+            or len(elements) > MAX_CLASSES
+            or not all(is_number(n) and abs(n) <= MAX_SETTING for n in elements)
+        ):
+            expected = "a list of numbers or None" if defaults[key] is None else f"a {type(defaults[key]).__name__}"
+            raise BadArgument("loss", f"{key} of {name} must be {expected}, finite and not too large")
+        result[key] = tuple(map(float, value)) if is_list else float(value) if is_float else value
     try:
         return build_module(name, result) if isinstance(default, TorchLoss) else type(default)(**result)
     except BadArgument:
@@ -138,7 +142,8 @@ def _build_loss(name: str, settings: Values) -> Loss:
 def match_model(state: ModelState, parameters: Tensors, buffers: Tensors, *, complete: bool) -> None:
     """Refuse missing buffers, and tensors that do not match the client's model in name, shape or dtype.
 
-    Floating-point tensors may share a dtype other than the model's, because clients compute in the dtype they receive.
+    All floating-point tensors may have another dtype than the model's, because clients compute in the dtype they
+    receive.
 
     Args:
         state: the state of the client's model.
@@ -146,47 +151,51 @@ def match_model(state: ModelState, parameters: Tensors, buffers: Tensors, *, com
         buffers: the buffers received.
         complete: whether every parameter must have been received.
     """
-    matches = _match_shapes(parameters, state.parameters, complete=complete)
-    if _match_shapes(buffers, state.buffers, complete=True) and matches:
+    dtypes_match = _match_shapes(parameters, state.parameters, complete=complete)
+    if _match_shapes(buffers, state.buffers, complete=True) and dtypes_match:
         return
-    sent, expected = parameters | buffers, state.parameters | state.buffers
-    floats = {value.dtype for value in sent.values() if value.is_floating_point()}
-    for name, value in sent.items():
-        kinds = value.dtype, expected[name].dtype
-        other = all(kind.is_floating_point for kind in kinds) and len(floats) == 1 and value.dtype in FLOATS
-        if kinds[0] != kinds[1] and not other:
-            raise ModelMismatch(name, f"the broadcast has {kinds[0]}, but the model has {kinds[1]}", SAME_CODE)
+    received, expected = parameters | buffers, state.parameters | state.buffers
+    floats = {value.dtype for value in received.values() if value.is_floating_point()}
+    for name, value in received.items():
+        dtypes = value.dtype, expected[name].dtype
+        is_common_float = (
+            all(kind.is_floating_point for kind in dtypes) and len(floats) == 1 and value.dtype in FLOAT_DTYPES
+        )
+        if dtypes[0] != dtypes[1] and not is_common_float:
+            raise ModelMismatch(name, f"the broadcast has dtype {dtypes[0]}, but the model has {dtypes[1]}", FIX_CODE)
 
 
-def _match_shapes(sent: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, complete: bool) -> bool:
+def _match_shapes(received: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, complete: bool) -> bool:
     """Refuse tensors whose names or shapes do not match; return whether all dtypes match."""
-    matches = True
-    for name, value in sent.items():
+    dtypes_match = True
+    for name, value in received.items():
         tensor = expected.get(name)
         if tensor is None or tensor.shape != value.shape:
-            result = "nothing" if tensor is None else str(tuple(tensor.shape))
-            what = f"the broadcast has {str(tuple(value.shape))[:80]}, but the model has {result}"
-            raise ModelMismatch(name[:80], what, SAME_CODE)
-        matches = matches and value.dtype == tensor.dtype
-    if complete and len(sent) < len(expected):
-        name = next(name for name in expected if name not in sent)
+            shape = "no such tensor" if tensor is None else f"shape {tuple(tensor.shape)}"
+            message = f"the broadcast has shape {str(tuple(value.shape))[:80]}, but the model has {shape}"
+            raise ModelMismatch(name[:80], message, FIX_CODE)
+        dtypes_match = dtypes_match and value.dtype == tensor.dtype
+    if complete and len(received) < len(expected):
+        name = next(name for name in expected if name not in received)
         raise ModelMismatch(
-            name, f"the broadcast has nothing, but the model has {tuple(expected[name].shape)}", SAME_CODE
+            name,
+            f"the broadcast has no such tensor, but the model has shape {tuple(expected[name].shape)}",
+            FIX_CODE,
         )
-    return matches
+    return dtypes_match
 
 
 def check_trainable(trainable: Collection[str], parameters: Mapping[str, Tensor]) -> None:
-    """Refuse an empty list of trainable parameters, duplicates, and names that were not sent or have no gradient."""
+    """Refuse an empty list of trainable parameters, duplicates, and tensors that were not sent or have no gradient."""
     differentiable = {name for name, p in parameters.items() if p.is_floating_point() or p.is_complex()}
     invalid = [name for name in trainable if name not in differentiable]
     if invalid or not trainable or len(set(trainable)) < len(trainable):
-        what = f"{invalid[0][:80]!a} cannot be trained" if invalid else "trainable is empty or contains a name twice"
-        raise ModelMismatch("broadcast", what, SAME_CODE)
+        message = f"{invalid[0][:80]!a} cannot be trained" if invalid else "trainable is empty or contains a name twice"
+        raise ModelMismatch("broadcast", message, FIX_CODE)
 
 
 def select_row(buffers: Tensors, row: int) -> Tensors:
-    """Return one candidate's row of each floating-point buffer; counters have no rows and are not changed."""
+    """Return one candidate's row of each floating-point buffer; counters have no rows and are returned unchanged."""
     return {name: value[row] if value.is_floating_point() else value for name, value in buffers.items()}
 
 
@@ -205,8 +214,8 @@ class Broadcast:
         form, plan: the form of the inputs for which the model was analysed, and the plan's signature.
         continued: whether the client has already processed a batch for this broadcast. Buffers then have an extra
             leading dim, with one row per candidate, and contain their values after the client's last batch.
-        output: the choice of the model's predictions that the plan was made with; None if there is none.
-        local: whether the plan leaves frozen parameters as they are, because clients have them.
+        output: the choice of predictions with which the model was analysed; None if there was no choice to make.
+        local: whether frozen parameters are not perturbed, because clients already have them.
     """
 
     round: str
@@ -245,55 +254,55 @@ class Broadcast:
     ) -> "Broadcast":
         """Restore a message from the output of `pack`. A user's functions are not sent and must be passed."""
         where = "Broadcast.unpack"
-        parameters, buffers, public = _split_tensors(where, values, tensors, "parameter", "buffer", "head")
+        parameters, buffers, head_tensors = _split_tensors(where, values, tensors, "parameter", "buffer", "head")
         result = check_fields(where, values, _BROADCAST)
         result |= {name: tuple(result[name]) for name in ("trainable", "training")}
-        used = None if loss is None else find_loss(loss)
-        if used is None or "loss" in values:
-            used = resolve_loss(where, **check_fields(where, values, {"loss": str, "loss_settings": dict}), custom=used)
+        known_loss = None if loss is None else find_loss(loss)
+        if known_loss is None or "loss" in values:
+            known_loss = resolve_loss(
+                where, **check_fields(where, values, {"loss": str, "loss_settings": dict}), custom=known_loss
+            )
         check_trainable(result["trainable"], parameters)
-        chosen = output
+        known_output = output
         if "output" in values:
-            sent = check_fields(where, values, {"output": str})["output"]
-            chosen = read_choice(where, sent, output) if sent or output is not None else None
+            choice = check_fields(where, values, {"output": str})["output"]
+            known_output = read_choice(where, choice, output) if choice or output is not None else None
         has_head, head = values.get("head") is not None, None
-        if public.keys() != set(_HEAD_TENSORS if has_head else ()):
+        if head_tensors.keys() != set(_HEAD_TENSORS if has_head else ()):
             expected = ", ".join(_HEAD_TENSORS) if has_head else "none"
-            raise BadArgument(where, f"the head's tensors must be {expected}, got {str(sorted(public))[:200]}")
+            raise BadArgument(where, f"the head's tensors must be {expected}, got {str(sorted(head_tensors))[:200]}")
         if has_head:
-            head = _read_head(where, check_fields(where, values, {"head": dict})["head"], public, parameters)
-            if not head.decoys and (head.tail in INNER_TAILS or not isinstance(used, SquaredError)):
-                raise BadArgument(where, f"the head has no candidates, but the loss {used.name} requires them")
-        return cls(loss=used, parameters=parameters, buffers=buffers, head=head, output=chosen, **result)
+            head = _read_head(where, check_fields(where, values, {"head": dict})["head"], head_tensors, parameters)
+            if not head.has_candidates and (head.tail in INNER_TAILS or not isinstance(known_loss, SquaredError)):
+                raise BadArgument(where, f"the head has no candidates, but the loss {known_loss.name} requires them")
+        return cls(loss=known_loss, parameters=parameters, buffers=buffers, head=head, output=known_output, **result)
 
 
-def _read_head(where: str, values: Values, public: Tensors, parameters: Tensors) -> PublicHead:
+def _read_head(where: str, values: Values, tensors: Tensors, parameters: Tensors) -> PublicHead:
     """Read and check the public part of a head; its weight and bias must be among the parameters."""
-    named = check_fields(where, values, _HEAD)
-    named["tail"] = cast(Tail, check_choice(where, "tail", named["tail"], TAILS))
-    direction, partition, offset, candidates = (public[name] for name in _HEAD_TENSORS)
-    weight, bias, dim = parameters.get(named["weight"]), parameters.get(named["bias"] or ""), named["dim"]
-    if weight is None or (bias is None) != (named["bias"] is None):
-        raise ModelMismatch("head", "the broadcast has no parameters with the names of its weight and bias", SAME_CODE)
-    if weight.dim() < 2 or dim not in (0, 1) or not (named["axis"] == -1 or 0 < named["axis"] < MAX_AXES):
-        raise ModelMismatch(
-            "head", f"a weight with {weight.dim()} dims cannot have its outputs on dim {dim}", SAME_CODE
-        )
+    settings = check_fields(where, values, _HEAD)
+    settings["tail"] = cast(Tail, check_choice(where, "tail", settings["tail"], TAILS))
+    direction, partition, offset, candidates = (tensors[name] for name in _HEAD_TENSORS)
+    weight, bias, dim = parameters.get(settings["weight"]), parameters.get(settings["bias"] or ""), settings["dim"]
+    if weight is None or (bias is None) != (settings["bias"] is None):
+        raise ModelMismatch("head", "the broadcast has no parameters with the names of its weight and bias", FIX_CODE)
+    if weight.dim() < 2 or dim not in (0, 1) or not (settings["axis"] == -1 or 0 < settings["axis"] < MAX_AXES):
+        raise ModelMismatch("head", f"a weight with {weight.dim()} dims cannot have its outputs on dim {dim}", FIX_CODE)
     outputs, groups = weight.shape[dim], offset.numel()
-    forms = {
-        "number of outputs": named["outputs"] == outputs,
+    checks = {
+        "number of outputs": settings["outputs"] == outputs,
         "bias": bias is None or bias.shape == (outputs,),
-        "direction": direction.shape == (outputs,) and direction.dtype == weight.dtype and weight.dtype in FLOATS,
+        "direction": direction.shape == (outputs,) and direction.dtype == weight.dtype and weight.dtype in FLOAT_DTYPES,
         "offset": offset.shape == (groups,) and 0 < groups <= outputs and offset.dtype == torch.float64,
         "candidates": candidates.shape[1:] == (groups,) and candidates.dtype == torch.float64,
         "partition": partition.shape == (outputs,) and partition.dtype == torch.int64,
     }
-    for name, fits in forms.items():
-        if not fits:
-            raise ModelMismatch("head", f"its {name} does not match {outputs} outputs in {groups} groups", SAME_CODE)
+    for name, matches in checks.items():
+        if not matches:
+            raise ModelMismatch("head", f"its {name} does not match {outputs} outputs in {groups} groups", FIX_CODE)
     if not 0 <= int(partition.min()) <= int(partition.max()) < groups:
-        raise ModelMismatch("head", f"its partition contains groups outside the range 0 to {groups - 1}", SAME_CODE)
-    return PublicHead(**(named | public))
+        raise ModelMismatch("head", f"its partition contains groups outside the range 0 to {groups - 1}", FIX_CODE)
+    return PublicHead(**(settings | tensors))
 
 
 @dataclass(frozen=True, eq=False)
@@ -328,7 +337,7 @@ class Update:
 
 
 def check_inputs(model: nn.Module, broadcast: Broadcast, inputs: Inputs) -> None:
-    """Refuse a batch for which the plan of the broadcast does not hold."""
+    """Refuse a batch for which the broadcast's plan is not valid."""
     frozen: Frozen = "local" if broadcast.local else "sent"
     check_sizes(model, inputs, broadcast.form, broadcast.plan, exposed=broadcast.head is None, frozen=frozen)
 
@@ -349,13 +358,13 @@ def check_broadcast(model: nn.Module, broadcast: Broadcast) -> ModelState:
     return state
 
 
-def _refuse_modes(model: nn.Module, expected: Sequence[str], sent: Sequence[str]) -> NoReturn:
-    differing = sorted(set(expected) ^ set(sent))
+def _refuse_modes(model: nn.Module, expected: Sequence[str], required: Sequence[str]) -> NoReturn:
+    differing = sorted(set(expected) ^ set(required))
     if not differing:
-        raise ModelMismatch("broadcast", "it lists modules in training mode twice or in the wrong order", SAME_CODE)
-    path, mode = differing[0][:80], "train" if differing[0] in sent else "eval"
+        raise ModelMismatch("broadcast", "it lists modules in training mode twice or in the wrong order", FIX_CODE)
+    path, mode = differing[0][:80], "train" if differing[0] in required else "eval"
     fix = f"call model.get_submodule({path!r}).{mode}()" if path else f"call model.{mode}()"
-    raise ModelMismatch(path or type(model).__name__, f"the broadcast requires {mode} mode here", fix)
+    raise ModelMismatch(path or type(model).__name__, f"the broadcast requires this module to be in {mode} mode", fix)
 
 
 def client_view(model: nn.Module, broadcast: Broadcast, *, centred: bool = False) -> nn.Module:

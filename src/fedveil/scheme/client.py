@@ -13,7 +13,7 @@ One of the candidates is d and the others are decoys, so one coefficient is 1 an
 
 For a stack of Linear and ReLU layers, all cotangents are propagated together: one product per layer computes the
 gradients for all of them, and another computes the cotangents of the layer's input. This avoids call overhead, which
-dominates the cost of small networks. The result equals that of autograd up to rounding (tests/scheme/test_client.py).
+dominates the cost of small networks. The result equals autograd's up to rounding (tests/scheme/test_client.py).
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -34,14 +34,14 @@ from fedveil.graph.inputs import Inputs, LayerOutputMode, call, change_recompute
 from fedveil.graph.outputs import choose_output
 from fedveil.graph.plan import ModelState
 from fedveil.graph.units import reshape_along
-from fedveil.scheme.broadcast import SAME_CODE, Broadcast, PublicHead, Update, check_broadcast, check_inputs, select_row
+from fedveil.scheme.broadcast import FIX_CODE, Broadcast, PublicHead, Update, check_broadcast, check_inputs, select_row
 from fedveil.scheme.losses import AUTOGRAD_LOSSES, CLASS_LOSSES, CrossEntropy, Loss, match_targets, sample_weights
 from fedveil.scheme.outputs import head_axis, output_gradient
 from fedveil.wire import Tensors
 
-SAME_FORM = "pass inputs with the shapes and dtypes of the example that was analysed"
-BACKWARD = "checkpoint neither the layer with additive noise nor those after it, and replace x += y by x = x + y"
-NOT_CALLED = "forward did not run the layer that has additive noise"
+FIX_FORM = "pass inputs with the shapes and dtypes of the example that was analysed"
+FIX_BACKWARD = "do not checkpoint the layer with additive noise or later layers, and replace x += y with x = x + y"
+HEAD_NOT_RUN = "forward did not run the layer that has additive noise"
 
 
 def _check_outputs(head: PublicHead, outputs: Tensor) -> None:
@@ -49,8 +49,8 @@ def _check_outputs(head: PublicHead, outputs: Tensor) -> None:
     expected = len(head.direction) + 1
     if outputs.dim() <= max(head.axis, 0) or outputs.shape[head.axis] != expected:
         shape = tuple(outputs.shape)
-        what = f"its outputs have shape {shape}, but the broadcast expects {expected - 1} outputs on axis {head.axis}"
-        raise ModelMismatch(head.path[:80], what, SAME_CODE)
+        message = f"its outputs have shape {shape}, but the broadcast expects {expected - 1} on axis {head.axis}"
+        raise ModelMismatch(head.path[:80], message, FIX_CODE)
 
 
 def add_alpha(head: PublicHead, values: Tensors) -> Tensors:
@@ -88,26 +88,26 @@ def client_step(
         BadArgument: the batch is empty, or the targets have the wrong shape.
     """
     if torch.is_inference_mode_enabled():
-        what = "torch.inference_mode() does not allow gradients"
-        raise BadArgument("client_step", what, "call client_step outside torch.inference_mode()")
+        message = "torch.inference_mode() does not allow gradients"
+        raise BadArgument("client_step", message, "call client_step outside torch.inference_mode()")
     if type(model).__name__ == WRAPPER:
         model = find_original(model)
     model = choose_output(model, broadcast.output) if broadcast.output else model
     state = check_broadcast(model, broadcast)
     samples = inputs.shape[0] if isinstance(inputs, Tensor) else count(inputs)
     if not samples or samples != targets.shape[0]:
-        what = f"got {samples} inputs and {targets.shape[0]} targets; their numbers must be equal and at least 1"
-        raise BadArgument("client_step", what)
+        message = f"got {samples} inputs and {targets.shape[0]} targets; their numbers must be equal and at least 1"
+        raise BadArgument("client_step", message)
     head, loss = broadcast.head, broadcast.loss
     values = add_alpha(head, broadcast.parameters) if head else broadcast.parameters
-    is_plain = head and head.tail not in INNER_TAILS and not is_suspended()
-    links = find_links(model, inputs, values) if is_plain else None
-    if head and links and isinstance(inputs, Tensor):
+    may_batch = head and head.tail not in INNER_TAILS and not is_suspended()
+    paths = find_layer_paths(model, inputs, values) if may_batch else None
+    if head and paths and isinstance(inputs, Tensor):
         with torch.no_grad():
-            activations = forward(links, values, inputs)
+            activations = forward(paths, values, inputs)
             _check_outputs(head, activations[-1])
-            backs = cotangents(loss, head, activations[-1], targets, weights)
-            passes = backward(links, values, activations, backs, broadcast.trainable)
+            output_cotangents = cotangents(loss, head, activations[-1], targets, weights)
+            passes = backward(paths, values, activations, output_cotangents, broadcast.trainable)
         buffers: Tensors = {}
     else:
         check_inputs(model, broadcast, inputs)
@@ -144,10 +144,10 @@ class _BatchRun:
     def __post_init__(self) -> None:
         self.values = {name: value.detach() for name, value in self.values.items()}
         self.leaves = {name: self.values[name].requires_grad_() for name in self.broadcast.trainable}
-        unsent = {name: parameter.shape for name, parameter in self.state.parameters.items() if name not in self.values}
-        if unsent:  # forward should not read them, and must not see the client's values
+        missing = {name: p.shape for name, p in self.state.parameters.items() if name not in self.values}
+        if missing:  # forward should not read them, and must not see the client's values
             zero = next(iter(self.values.values())).new_zeros(())
-            self.values |= {name: zero.expand(shape) for name, shape in unsent.items()}
+            self.values |= {name: zero.expand(shape) for name, shape in missing.items()}
 
     def compute_passes(self, head: PublicHead | None) -> tuple[Tensors, Tensors]:
         """Run forward once and backward once per cotangent; return gradients and buffers."""
@@ -157,30 +157,30 @@ class _BatchRun:
             if head:
                 _check_outputs(head, outputs)
             with torch.no_grad():
-                output_slopes = cotangents(self.broadcast.loss, head, outputs, self.targets, self.weights)
-            result = self._allocate(len(output_slopes))
-            for number, cotangent in enumerate(output_slopes):
-                self._run_backward(result, number, outputs, cotangent, last=number == len(output_slopes) - 1)
+                output_cotangents = cotangents(self.broadcast.loss, head, outputs, self.targets, self.weights)
+            result = self._allocate(len(output_cotangents))
+            for number, cotangent in enumerate(output_cotangents):
+                self._run_backward(result, number, outputs, cotangent, is_last=number == len(output_cotangents) - 1)
         return result, buffers
 
     def compute_candidates(self, head: PublicHead) -> tuple[Tensors, Tensors]:
-        """Subtract each candidate from the head's output, and run the layers after it; return gradients and buffers."""
+        """Subtract each candidate from the head's output, and run the later layers; return gradients and buffers."""
         count, device = len(head.candidates), head.direction.device
         result = self._allocate(count)
         if head.tail == "stacked":
             buffers = self._copy_buffers()
             with self._load_values(buffers), self._run_candidates(head, range(count)) as outputs:
                 if len(outputs) != count * len(self.targets):  # otherwise uninitialised rows would be sent
-                    raise ModelMismatch(head.path[:80], "the layers after it couple samples", SAME_CODE)
+                    raise ModelMismatch(head.path[:80], "the layers after this one couple samples", FIX_CODE)
                 for number, part in enumerate(outputs.chunk(count)):
-                    self._run_backward(result, number, part, self._cotangent(part), last=number == count - 1)
+                    self._run_backward(result, number, part, self._cotangent(part), is_last=number == count - 1)
             return result, buffers
         buffer_states = []
         for number in range(count):
             buffers = self._copy_buffers(number)
             same_dropout = torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=number < count - 1)
             with same_dropout, self._load_values(buffers), self._run_candidates(head, [number]) as outputs:
-                self._run_backward(result, number, outputs, self._cotangent(outputs), last=True)
+                self._run_backward(result, number, outputs, self._cotangent(outputs), is_last=True)
             buffer_states.append(buffers)
         if head.tail in INNER_TAILS:
             for name in [name for name, value in buffers.items() if value.is_floating_point()]:
@@ -188,8 +188,8 @@ class _BatchRun:
         return result, buffers
 
     def _call(self) -> Tensor:
-        """Return the model's output; convert an exception in forward to one that names the module."""
-        with attribute_failure(self.model, "its forward method fails on this batch", SAME_FORM), resume_autocast():
+        """Return the model's output; if forward fails, raise an error that names the module."""
+        with attribute_failure(self.model, "its forward method fails on this batch", FIX_FORM), resume_autocast():
             return self._restore(call(self.model, each(Tensor.clone, self.inputs)))  # forward may change its inputs
 
     def _restore(self, output: Tensor) -> Tensor:
@@ -198,35 +198,36 @@ class _BatchRun:
 
     def _copy_buffers(self, number: int = 0) -> Tensors:
         """Copy the broadcast's buffers; if the broadcast is continued, copy those of the given candidate."""
-        sent = self.broadcast.buffers
-        sent = select_row(sent, number) if self.broadcast.continued else sent
-        return {name: value.clone() for name, value in sent.items()}
+        buffers = self.broadcast.buffers
+        buffers = select_row(buffers, number) if self.broadcast.continued else buffers
+        return {name: value.clone() for name, value in buffers.items()}
 
     @contextmanager
     def _load_values(self, buffers: Tensors) -> Iterator[None]:
-        """Put the broadcast's values into the model, like torch.func.functional_call, but without traversing it."""
+        """Use the broadcast's values temporarily, like torch.func.functional_call but without traversing the model."""
         values = self.values | buffers
-        homes = [(home, name, value) for key, value in values.items() for home, name in self.state.homes[key]]
-        tensors = [home[name] for home, name, _ in homes]
+        containers = self.state.containers
+        replaced = [(container, name, values[key]) for key in values for container, name in containers[key]]
+        tensors = [container[name] for container, name, _ in replaced]
         try:
-            for home, name, value in homes:
-                home[name] = value
+            for container, name, value in replaced:
+                container[name] = value
             with torch.enable_grad():
                 yield
         finally:
-            for (home, name, _), tensor in zip(homes, tensors, strict=True):
-                home[name] = tensor
+            for (container, name, _), tensor in zip(replaced, tensors, strict=True):
+                container[name] = tensor
 
     def _allocate(self, passes: int) -> Tensors:
         return {name: leaf.new_empty((passes, *leaf.shape)) for name, leaf in self.leaves.items()}
 
-    def _run_backward(self, stacks: Tensors, number: int, outputs: Tensor, cotangent: Tensor, *, last: bool) -> None:
+    def _run_backward(self, stacks: Tensors, number: int, outputs: Tensor, cotangent: Tensor, *, is_last: bool) -> None:
         """Run backward for one pass, and write the gradients to its row of `stacks`."""
         leaves = list(self.leaves.values())
         gradients: Sequence[Tensor | None] = [None] * len(leaves)
         if outputs.requires_grad:
-            with attribute_failure(self.model, "its backward pass fails", BACKWARD):
-                gradients = torch.autograd.grad(outputs, leaves, cotangent, retain_graph=not last, allow_unused=True)
+            with attribute_failure(self.model, "its backward pass fails", FIX_BACKWARD):
+                gradients = torch.autograd.grad(outputs, leaves, cotangent, retain_graph=not is_last, allow_unused=True)
         for stack, gradient in zip(stacks.values(), gradients, strict=True):
             if gradient is None:
                 stack[number].zero_()
@@ -234,7 +235,7 @@ class _BatchRun:
                 stack[number].copy_(gradient)
 
     def _run_to_head(self, head: PublicHead) -> Tensor:
-        """Return the head's outputs, including alpha; the layers after it only reshape them and are not run."""
+        """Return the head's outputs, including alpha, without running later layers, which only reshape them."""
         captured: list[Tensor] = []
 
         def capture(output: Tensor) -> Tensor:
@@ -244,12 +245,12 @@ class _BatchRun:
         with suppress(_HeadReached), LayerOutputMode(self.values[head.weight], capture):
             self._call()
         if not captured:
-            raise ModelMismatch(head.path[:80], NOT_CALLED, SAME_CODE)
+            raise ModelMismatch(head.path[:80], HEAD_NOT_RUN, FIX_CODE)
         return captured[0]
 
     @contextmanager
     def _run_candidates(self, head: PublicHead, numbers: Sequence[int]) -> Iterator[Tensor]:
-        """Yield the model's outputs, taking each of these candidates as the true offset, stacked along the batch."""
+        """Yield the model's outputs, with each of these candidates as the true offset, stacked along the batch axis."""
 
         def correct(output: Tensor) -> Tensor:
             _check_outputs(head, output)
@@ -260,7 +261,7 @@ class _BatchRun:
         with LayerOutputMode(self.values[head.weight], correct) as layer:
             outputs = self._call()
         if not layer.calls:
-            raise ModelMismatch(head.path[:80], NOT_CALLED, SAME_CODE)
+            raise ModelMismatch(head.path[:80], HEAD_NOT_RUN, FIX_CODE)
         with change_recomputed(self.model, self.values[head.weight], correct):
             yield outputs
 
@@ -272,25 +273,26 @@ class _BatchRun:
 
 
 class _HeadReached(BaseException):
-    """Ends a forward pass at the head; not an Exception, which forward might catch."""
+    """The end of a forward pass at the head. It is not an Exception, which forward might catch."""
 
 
 def cotangents(
     loss: Loss, head: PublicHead | None, outputs: Tensor, targets: Tensor, weights: Tensor | None = None
 ) -> Tensor:
-    """Return one cotangent per pass, of the outputs or, with a head, of (y, alpha). `weights` replace 1 / samples."""
+    """Return one cotangent per pass: of the outputs or, with a head, of (y, alpha). `weights` override 1 / samples."""
     outputs = outputs.detach()
     if head is None:
         return (output_gradient(loss, outputs, targets) * sample_weights(outputs, weights, loss)).unsqueeze(0)
     axis = head.axis
     if axis != 1 and outputs.dim() > 2 and isinstance(loss, CrossEntropy) and loss.average_positions:
-        what = "torch.nn.CrossEntropyLoss expects classes on axis 1, but these outputs have them on the last axis"
+        message = "torch.nn.CrossEntropyLoss expects classes on axis 1, but these outputs have them on the last axis"
         fix = 'use loss="cross_entropy", which sums over positions, or return outputs.movedim(-1, 1) from forward'
-        raise BadArgument("loss", what, fix)
+        raise BadArgument("loss", message, fix)
     if axis != -1:
-        dense = not isinstance(loss, AUTOGRAD_LOSSES) and targets.is_floating_point() and targets.dim() == outputs.dim()
-        outputs, targets = outputs.movedim(axis, -1), targets.movedim(axis, -1) if dense else targets
-    if head.decoys:
+        outputs = outputs.movedim(axis, -1)
+        if targets.is_floating_point() and targets.dim() == outputs.dim() and not isinstance(loss, AUTOGRAD_LOSSES):
+            targets = targets.movedim(axis, -1)
+    if head.has_candidates:
         result = _candidate_passes(loss, head, outputs, targets, weights)
     else:
         result = _squared_error_passes(head, outputs, targets, weights)
@@ -307,9 +309,9 @@ def _squared_error_passes(head: PublicHead, outputs: Tensor, targets: Tensor, we
         beta      (0, alpha)
     """
     r_a, m = head.direction, head.groups
-    share = sample_weights(outputs, weights)
-    y, alpha = torch.split_with_sizes(outputs * share, [len(r_a), 1], -1)
-    delta = y - match_targets(y, targets) * share
+    weight = sample_weights(outputs, weights)
+    y, alpha = torch.split_with_sizes(outputs * weight, [len(r_a), 1], -1)
+    delta = y - match_targets(y, targets) * weight
     rows = [r_a] if m == 1 else [r_a * (head.partition == s) for s in range(m)]
     sigmas = [torch.cat([alpha * row, delta @ row.unsqueeze(1)], -1) for row in rows]
     return torch.stack([F.pad(delta, (0, 1)), *sigmas, F.pad(alpha, (len(r_a), 0))])
@@ -325,52 +327,51 @@ def _candidate_passes(loss: Loss, head: PublicHead, outputs: Tensor, targets: Te
     y, alpha = torch.split_with_sizes(outputs, [noise.shape[1], 1], -1)
     targets = loss.dense(targets, y)
     rows = noise.view(len(noise), *[1] * (outputs.dim() - 1), -1)
-    at = torch.addcmul(y, rows, alpha, value=-1)
+    corrected = torch.addcmul(y, rows, alpha, value=-1)
     if isinstance(loss, AUTOGRAD_LOSSES):  # these may couple samples, or depend on their number
-        slopes = [loss.gradient(row.movedim(-1, head.axis), targets).movedim(head.axis, -1) for row in at]
-        delta = torch.stack(slopes)
+        gradients = [loss.gradient(row.movedim(-1, head.axis), targets).movedim(head.axis, -1) for row in corrected]
+        delta = torch.stack(gradients)
     else:
-        delta = loss.gradient(at, targets)
+        delta = loss.gradient(corrected, targets)
     delta = delta * sample_weights(outputs, weights, loss)
-    along = delta.reshape(len(noise), -1, noise.shape[1]) @ noise.unsqueeze(2)
-    return torch.cat([delta, -along.view(*delta.shape[:-1], 1)], -1)
+    projection = delta.reshape(len(noise), -1, noise.shape[1]) @ noise.unsqueeze(2)
+    return torch.cat([delta, -projection.view(*delta.shape[:-1], 1)], -1)
 
 
-def find_links(model: nn.Module, inputs: object, values: Collection[str]) -> list[str | None] | None:
+def find_layer_paths(model: nn.Module, inputs: object, values: Collection[str]) -> list[str | None] | None:
     """Return the path of each Linear and None for each ReLU; return None if the model has any other layers."""
     if type(model) is not nn.Sequential or "forward" in vars(model) or getattr(inputs, "ndim", 0) != 2:
         return None
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return None
-    links: list[str | None] = []
+    paths: list[str | None] = []
     for path, module in model._modules.items():
         if type(module) not in (nn.Linear, nn.ReLU) or module._forward_hooks or module._forward_pre_hooks:
             return None
         for name, parameter in module._parameters.items():
             if parameter is not None and f"{path}.{name}" not in values:
                 return None  # a module or tensor that is used twice is listed only under its first name
-        links.append(path if type(module) is nn.Linear else None)
-    return None if model._forward_hooks or model._forward_pre_hooks else links
+        paths.append(path if type(module) is nn.Linear else None)
+    return None if model._forward_hooks or model._forward_pre_hooks else paths
 
 
-def forward(links: Sequence[str | None], values: Tensors, inputs: Tensor) -> list[Tensor]:
+def forward(paths: Sequence[str | None], values: Tensors, inputs: Tensor) -> list[Tensor]:
     """Return the inputs, followed by the output of each layer."""
     activations = [inputs]
-    for path in links:
+    for path in paths:
         x = activations[-1]
-        activations.append(
-            torch.relu(x) if path is None else F.linear(x, values[f"{path}.weight"], values.get(f"{path}.bias"))
-        )
+        output = torch.relu(x) if path is None else F.linear(x, values[f"{path}.weight"], values.get(f"{path}.bias"))
+        activations.append(output)
     return activations
 
 
-def walk_back(
-    links: Sequence[str | None], values: Tensors, activations: Sequence[Tensor], cotangents: Tensor
+def backpropagate(
+    paths: Sequence[str | None], values: Tensors, activations: Sequence[Tensor], cotangents: Tensor
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield the path of each Linear, the cotangents of its output, and its input, from the last layer to the first."""
     cotangent, (passes, samples, _) = cotangents, cotangents.shape
-    for number in reversed(range(len(links))):
-        path = links[number]
+    for number in reversed(range(len(paths))):
+        path = paths[number]
         if path is None:
             cotangent.mul_(activations[number + 1].sign())  # the sign of a ReLU's output, 0 or 1, is its derivative
             continue
@@ -382,7 +383,7 @@ def walk_back(
 
 
 def backward(
-    links: Sequence[str | None],
+    paths: Sequence[str | None],
     values: Tensors,
     activations: Sequence[Tensor],
     cotangents: Tensor,
@@ -390,7 +391,7 @@ def backward(
 ) -> Tensors:
     """Return the gradients of the trainable parameters, with one row for each cotangent of the last output."""
     result, passes = dict[str, Tensor](), cotangents.shape[0]
-    for path, cotangent, inputs in walk_back(links, values, activations, cotangents):
+    for path, cotangent, inputs in backpropagate(paths, values, activations, cotangents):
         weight, bias = f"{path}.weight", f"{path}.bias"
         if weight in trainable:
             result[weight] = torch.bmm(cotangent.transpose(1, 2), inputs.expand(passes, -1, -1))

@@ -5,8 +5,8 @@ of random numbers, because dropout would drop different units of a permuted mode
 
 Rounding explains a difference of n e |g| for n operations that each round by the recorded error e. If the difference is
 larger, both gradients are computed again with parameters that differ in the last digit: rounding in each of the n
-operations may change the result as much as this change does. That accounts for cancellation, and for units so close to
-the kink of a ReLU that their derivative depends on rounding.
+operations may change the result as much as this change does. This bound accounts for cancellation, and for units so
+close to the kink of a ReLU that their derivative depends on rounding.
 """
 
 import dataclasses
@@ -28,21 +28,21 @@ from fedveil.scheme.perturbation import Perturbation
 from fedveil.scheme.recover import find_non_finite
 from fedveil.wire import Tensors
 
-DRAWS = 2  # number of changes in the last digit of the parameters
+NUM_CHANGES = 2  # number of random changes in the last digit of the parameters
 FIX = (
     "remove code in forward that acts on gradients, draws Python's random numbers or keeps values between calls; if "
-    "there is none, report a bug with the model: fedveil.analyse is then wrong about one of its layers"
+    "there is no such code, report a bug and attach the model, because fedveil.analyse is wrong about one of its layers"
 )
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference between a recovered and a plain gradient, and a bound on what rounding explains.
+    """The difference between a recovered and a plain gradient, and the largest difference that rounding explains.
 
     Both are relative to the norm of the plain gradient.
     """
 
-    found: float
+    value: float
     rounding: float
 
 
@@ -50,9 +50,9 @@ class Difference:
 def check_exact(
     perturbation: Perturbation, model: nn.Module, inputs: Inputs, targets: Tensor | None = None
 ) -> Difference | None:
-    """Compare the gradients for a batch; return the difference, or None if it cannot be judged.
+    """Compare the gradients for a batch; return the difference, or None if the comparison is inconclusive.
 
-    It cannot be judged if a gradient is not finite, or if forward draws random numbers in a way that cannot be fixed.
+    It is inconclusive if a gradient is not finite, or if forward draws random numbers that cannot be held constant.
 
     Args:
         perturbation: a round's perturbation of the model.
@@ -61,10 +61,11 @@ def check_exact(
         targets: its targets; by default, random numbers, compared by squared error.
 
     Raises:
-        NotExact: the difference is larger than rounding explains. The message contains both, and nothing secret.
+        NotExact: the difference is larger than rounding explains. The message contains both numbers, and nothing
+            secret.
     """
     broadcast = perturbation.broadcast
-    check_inputs(model, broadcast, inputs)  # not on fixed draws
+    check_inputs(model, broadcast, inputs)  # before random numbers are fixed
     if targets is None:
         broadcast = dataclasses.replace(broadcast, loss=SquaredError())
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -72,29 +73,36 @@ def check_exact(
                 model, each(Tensor.clone, inputs), {name: b.clone() for name, b in model.named_buffers()}
             )
         targets = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(0)).to(outputs)
-    pair = _Pair(perturbation, model, broadcast, inputs, targets)
+    pair = _GradientPair(perturbation, model, broadcast, inputs, targets)
     draws = FixedDraws()
-    recovered, error = pair.recover(FixedDraws())
-    plain = pair.compute_plain(draws)
-    if find_non_finite(recovered) or find_non_finite(plain) or draws.random:
+    recovered_gradient, error = pair.recover(FixedDraws())
+    plain_gradient = pair.compute_plain(draws)
+    if find_non_finite(recovered_gradient) or find_non_finite(plain_gradient) or draws.random:
         return None
-    size = _distance(plain, {})
-    difference, allowed = _distance(recovered, plain), draws.operations * error * size
-    if difference > allowed:
+    norm = _distance(plain_gradient, {})
+    difference, tolerance = _distance(recovered_gradient, plain_gradient), draws.operations * error * norm
+    if difference > tolerance:
         generator = torch.Generator().manual_seed(0)
-        for _ in range(DRAWS):
-            perturbed, truth = pair.recover(FixedDraws(), generator)[0], pair.compute_plain(FixedDraws(), generator)
-            allowed += draws.operations * (_distance(perturbed, recovered) + _distance(truth, plain))
-    result = Difference(difference / size if size else difference, allowed / size if size else allowed)
-    if difference > allowed:
-        what = f"on one batch, the recovered gradient differs from the plain one by {result.found:.2g} of its norm, but"
-        raise NotExact(type(model).__name__, f"{what} rounding explains at most {result.rounding:.2g}", FIX)
+        for _ in range(NUM_CHANGES):
+            changed_recovered, changed_plain = (
+                pair.recover(FixedDraws(), generator)[0],
+                pair.compute_plain(FixedDraws(), generator),
+            )
+            tolerance += draws.operations * (
+                _distance(changed_recovered, recovered_gradient) + _distance(changed_plain, plain_gradient)
+            )
+    result = Difference(difference / norm if norm else difference, tolerance / norm if norm else tolerance)
+    if difference > tolerance:
+        message = (
+            f"on one batch, the recovered gradient differs from the plain one by {result.value:.2g} of its norm, but"
+        )
+        raise NotExact(type(model).__name__, f"{message} rounding explains at most {result.rounding:.2g}", FIX)
     return result
 
 
 @dataclass(frozen=True, eq=False)
-class _Pair:
-    """The recovered and the plain gradient of a batch."""
+class _GradientPair:
+    """The computation of the recovered and the plain gradient of a batch."""
 
     perturbation: Perturbation
     model: nn.Module
@@ -122,14 +130,14 @@ class _Pair:
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         with torch.random.fork_rng(devices=[]), run_eagerly(model), draws, torch.enable_grad():
             outputs = compute_outputs(model, each(Tensor.clone, self.inputs), values | buffers)
-            delta = _slope(loss, outputs.detach(), self.targets, head_axis(model))
+            delta = _output_cotangent(loss, outputs.detach(), self.targets, head_axis(model))
             result = torch.autograd.grad(outputs, list(leaves.values()), delta, allow_unused=True)
         pairs = zip(leaves.items(), result, strict=True)
         return {name: torch.zeros_like(value) if gradient is None else gradient for (name, value), gradient in pairs}
 
 
 @torch.no_grad()
-def _slope(loss: Loss, outputs: Tensor, targets: Tensor, axis: int | None) -> Tensor:
+def _output_cotangent(loss: Loss, outputs: Tensor, targets: Tensor, axis: int | None) -> Tensor:
     return output_gradient(loss, outputs, targets, axis) * sample_weights(outputs, None, loss)
 
 
@@ -145,7 +153,7 @@ def _change_last_digit(values: Tensors, generator: torch.Generator) -> Tensors:
     return result
 
 
-def _distance(first: Tensors, other: Tensors) -> float:
-    """Return the norm of the difference; without another gradient, that of the first."""
-    parts = [tensor.double() - (other[name].double() if other else 0.0) for name, tensor in first.items()]
+def _distance(gradients: Tensors, reference: Tensors) -> float:
+    """Return the norm of the difference, or of `gradients` alone if `reference` is empty."""
+    parts = [tensor.double() - (reference[name].double() if reference else 0.0) for name, tensor in gradients.items()]
     return float(torch.stack([part.norm() for part in parts]).norm())

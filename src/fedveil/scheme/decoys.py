@@ -16,9 +16,9 @@ from fedveil.scheme.broadcast import MAX_DECOYS
 from fedveil.scheme.losses import Loss, SquaredError
 from fedveil.scheme.noise import TINY, Entropy, NoiseSettings, Reals, column_weights
 
-DEFAULT_DECOYS = 2  # as many passes as for squared error with one group
-SHUFFLES = MAX_DECOYS  # number of shuffled heads in a fit
-GRID = -28  # exponent of a candidate's last binary digit, relative to the spread of the columns' votes
+DEFAULT_DECOYS = 2  # with the true offset, the same number of passes as squared error with one group
+NUM_SHUFFLES = MAX_DECOYS  # number of shuffled heads in a fit
+GRID_EXPONENT = -28  # exponent of a candidate's last binary digit, relative to the spread of the columns' votes
 RIDGE = 0.01  # regularisation per shuffled head, needed if the estimates nearly agree
 
 
@@ -26,8 +26,8 @@ def count_decoys(noise: NoiseSettings, plan: Plan, loss: Loss) -> int:
     """Return the number of decoys for a model and a loss."""
     if noise.decoys is not None:
         return noise.decoys
-    has_own_terms = isinstance(loss, SquaredError) and not (plan.head and plan.head.is_inner)
-    return 0 if has_own_terms else DEFAULT_DECOYS
+    has_paper_terms = isinstance(loss, SquaredError) and not (plan.head and plan.head.is_inner)
+    return 0 if has_paper_terms else DEFAULT_DECOYS
 
 
 @dataclass(frozen=True, repr=False)
@@ -35,11 +35,12 @@ class Fit:
     """A regression over shuffled heads, reused for several broadcasts because it is slow and its result changes slowly.
 
     Attributes:
-        slope: the coefficients that predict the first estimate's error from the differences between the estimates.
+        coefficients: the coefficients that predict the first estimate's error from the differences between the
+            estimates.
         residuals: the residual of each shuffled head; each is used for one decoy.
     """
 
-    slope: Reals
+    coefficients: Reals
     residuals: list[float]
 
 
@@ -62,43 +63,43 @@ def draw_candidates(
         entropy: the source of random numbers.
     """
     step = _draw_direction(rows, entropy)
-    along = rows.T @ step
+    direction = rows.T @ step
     try:
         fit = fits.pop()  # atomic, so that no other thread uses it
     except IndexError:
         fit = None
     if fit is None or len(fit.residuals) < decoys or entropy.for_tests_only:
-        fit = _fit_shuffled_heads(head, factors, along, bias, entropy)
-    votes = along @ head / (along @ along)
-    error, apart, unit = _estimates(votes[None], (head * head).sum(0)[None], factors)
-    residual = error - fit.slope @ apart
-    deviations = (residual - [residual[0], *(fit.residuals.pop() for _ in range(decoys))]) * unit
+        fit = _fit_shuffled_heads(head, factors, direction, bias, entropy)
+    votes = direction @ head / (direction @ direction)
+    error, differences, standard_error = _compare_estimates(votes[None], (head * head).sum(0)[None], factors)
+    residual = error - fit.coefficients @ differences
+    deviations = (residual - [residual[0], *(fit.residuals.pop() for _ in range(decoys))]) * standard_error
     if np.isfinite(deviations).all() and not entropy.for_tests_only:  # the model has not diverged
         fits.append(fit)
-    grid = 2.0 ** (np.floor(np.log2(votes.max() - votes.min() + TINY)) + GRID)  # the same for all candidates
+    grid = 2.0 ** (np.floor(np.log2(votes.max() - votes.min() + TINY)) + GRID_EXPONENT)  # the same for all candidates
     result: Reals = np.round((offset + deviations[:, None] * step) / grid) * grid
     return result
 
 
-def _fit_shuffled_heads(head: Reals, factors: Reals, along: Reals, bias: bool, entropy: Entropy) -> Fit:
+def _fit_shuffled_heads(head: Reals, factors: Reals, direction: Reals, bias: bool, entropy: Entropy) -> Fit:
     """Regress the first estimate's error on the differences (ridge), over heads with shuffled rows and columns.
 
     Residuals are leave-one-out residuals, because in-sample residuals would be too small.
     """
     columns = head.shape[1]
     order = _draw_orders(columns, columns - bias, entropy)
-    bare = head / factors
-    votes = np.take_along_axis(along[_draw_orders(len(along), len(along), entropy)] @ bare, order, 1)
-    squares = (bare * bare).sum(0)[order] * factors**2
-    error, apart, _ = _estimates(votes * (factors / (along @ along)), squares, factors)
-    (a, b), (_, c) = apart @ apart.T + RIDGE * SHUFFLES * np.eye(2)
-    weights = np.array([[c, -b], [-b, a]]) / (a * c - b * b) @ apart
-    slope = weights @ error
-    residual = (error - slope @ apart) / (1 - (apart * weights).sum(0))
-    return Fit(slope, residual.tolist())
+    unscaled = head / factors
+    votes = np.take_along_axis(direction[_draw_orders(len(direction), len(direction), entropy)] @ unscaled, order, 1)
+    squares = (unscaled * unscaled).sum(0)[order] * factors**2
+    error, differences, _ = _compare_estimates(votes * (factors / (direction @ direction)), squares, factors)
+    (a, b), (_, c) = differences @ differences.T + RIDGE * NUM_SHUFFLES * np.eye(2)
+    weights = np.array([[c, -b], [-b, a]]) / (a * c - b * b) @ differences
+    coefficients = weights @ error
+    residual = (error - coefficients @ differences) / (1 - (differences * weights).sum(0))
+    return Fit(coefficients, residual.tolist())
 
 
-def _estimates(votes: Reals, squares: Reals, factors: Reals) -> tuple[Reals, Reals, Reals]:
+def _compare_estimates(votes: Reals, squares: Reals, factors: Reals) -> tuple[Reals, Reals, Reals]:
     """Compare three means of the columns' votes: with the anchor's weights, inverse squared factors and equal weights.
 
     Return, for each head, the first mean (the estimate's error) and its differences from the other two, in units of its
@@ -106,15 +107,15 @@ def _estimates(votes: Reals, squares: Reals, factors: Reals) -> tuple[Reals, Rea
     """
     weights = column_weights(squares + TINY)[0]
     weighted = weights * votes / weights.sum(1, keepdims=True)
-    unit = np.sqrt((weighted * weighted).sum(1)) + TINY
-    error = weighted.sum(1) / unit
+    standard_error = np.sqrt((weighted * weighted).sum(1)) + TINY
+    error = weighted.sum(1) / standard_error
     scale = factors**-2.0
-    others = np.stack([votes @ (scale / scale.sum()), votes.mean(1)])
-    return error, error - others / unit, unit
+    other_means = np.stack([votes @ (scale / scale.sum()), votes.mean(1)])
+    return error, error - other_means / standard_error, standard_error
 
 
 def _draw_direction(rows: Reals, entropy: Entropy) -> Reals:
-    """Draw the direction in R^m along which candidates differ, at random among those that preserve the column sums.
+    """Draw the direction in R^m along which candidates differ: a random direction that preserves the column sums.
 
     If decoys differed in all m numbers, they would have to be plausible in each of them. Along one direction, m > 1
     reveals no more than m = 1.
@@ -131,8 +132,10 @@ def _draw_direction(rows: Reals, entropy: Entropy) -> Reals:
     return scale * result
 
 
-def _draw_orders(size: int, moving: int, entropy: Entropy) -> NDArray[np.int64]:
-    """Draw random permutations of the first `moving` indices, one per row."""
-    result = np.tile(np.arange(size), (SHUFFLES, 1))
-    result[:, :moving] = np.argsort(entropy.keys(SHUFFLES * moving).reshape(SHUFFLES, moving), axis=1)
+def _draw_orders(size: int, num_moving: int, entropy: Entropy) -> NDArray[np.int64]:
+    """Draw random permutations of the first `num_moving` indices, one per row."""
+    result = np.tile(np.arange(size), (NUM_SHUFFLES, 1))
+    result[:, :num_moving] = np.argsort(
+        entropy.keys(NUM_SHUFFLES * num_moving).reshape(NUM_SHUFFLES, num_moving), axis=1
+    )
     return result

@@ -85,16 +85,15 @@ def one_hot(targets: Tensor, outputs: Tensor) -> Tensor:
         raise
 
 
-def check_classes(targets: Tensor, classes: int) -> None:
+def check_classes(targets: Tensor, num_classes: int) -> None:
     """Refuse class indices for which the model has no output."""
     low, high = int(targets.min()), int(targets.max())
-    if low < 0 or high >= classes:
-        what = f"classes range from {low} to {high}, but the model has outputs 0 to {classes - 1}"
-        fix = f"use class indices from 0 to {classes - 1}, or a model with more outputs"
+    if low < 0 or high >= num_classes:
+        message = f"classes range from {low} to {high}, but the model has outputs 0 to {num_classes - 1}"
+        fix = f"use class indices from 0 to {num_classes - 1}, or a model with more outputs"
         if low == IGNORED:
-            fix = f'use loss="token_cross_entropy" or, to predict the next token, "causal_cross_entropy": {IGNORED} '
-            fix += "is ignored"
-        raise BadArgument("targets", what, fix)
+            fix = 'use loss="token_cross_entropy" or, for language models, "causal_cross_entropy"'
+        raise BadArgument("targets", message, fix)
 
 
 def sample_weights(outputs: Tensor, weights: Tensor | None, loss: Loss | None = None) -> Tensor | float:
@@ -107,15 +106,15 @@ def sample_weights(outputs: Tensor, weights: Tensor | None, loss: Loss | None = 
         return 1 / outputs.shape[0]
     if loss is not None and loss.couples:
         if bool((weights != weights[0]).any()):
-            what = f"{loss.name} compares samples of a batch with each other, but these come from several clients"
-            raise BadArgument("weights", what, "call client_step once per client; their batches cannot be fused")
+            message = f"{loss.name} compares samples of a batch with each other, but these come from several clients"
+            raise BadArgument("weights", message, "call client_step once per client; their batches cannot be fused")
         weights = loss.weigh_part(weights)
     return weights.to(outputs).reshape(-1, *[1] * (outputs.dim() - 1))
 
 
 @dataclass(frozen=True)
 class NamedLoss(Loss):
-    """A loss that is sent by name: a sum over outputs, each of which is compared with a target by default.
+    """A loss that is sent by name; by default, a sum over outputs, each of which is compared with a target.
 
     Its settings are its dataclass fields; most losses have none.
     """
@@ -245,8 +244,8 @@ class Hinge(ClassLoss):
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return 1 for each other class within the margin, and minus the number of such classes for the target."""
-        inside = (self._margins(outputs, targets) > 0).to(outputs.dtype)
-        return inside - targets * inside.sum(-1, keepdim=True)
+        violates = (self._margins(outputs, targets) > 0).to(outputs.dtype)
+        return violates - targets * violates.sum(-1, keepdim=True)
 
 
 @dataclass(frozen=True)
@@ -267,8 +266,8 @@ class CrossEntropy(ClassLoss):
 
     def __post_init__(self) -> None:
         if not 0 <= self.label_smoothing < 1:
-            what = f"label_smoothing must be at least 0 and below 1, got {self.label_smoothing}"
-            raise BadArgument("CrossEntropy", what)
+            message = f"label_smoothing must be at least 0 and below 1, got {self.label_smoothing}"
+            raise BadArgument("CrossEntropy", message)
         if self.weight is not None:
             weight = tuple(float(w) for w in self.weight)
             if not all(math.isfinite(w) and w >= 0 for w in weight):
@@ -276,13 +275,13 @@ class CrossEntropy(ClassLoss):
             object.__setattr__(self, "weight", weight)
 
     def _weigh(self, target: Tensor) -> Tensor:
-        classes = target.shape[-1]
+        num_classes = target.shape[-1]
         if self.label_smoothing:
-            target = target * (1 - self.label_smoothing) + self.label_smoothing / classes
+            target = target * (1 - self.label_smoothing) + self.label_smoothing / num_classes
         if self.weight is not None:
-            if len(self.weight) != classes:
-                what = f"there are {len(self.weight)} class weights, but the model has {classes} outputs"
-                raise BadArgument("CrossEntropy", what)
+            if len(self.weight) != num_classes:
+                message = f"there are {len(self.weight)} class weights, but the model has {num_classes} outputs"
+                raise BadArgument("CrossEntropy", message)
             target = target * torch.tensor(self.weight, dtype=target.dtype, device=target.device)
         positions = target.shape[1:-1].numel() if self.average_positions else 1
         return target if positions == 1 else target / positions
@@ -327,15 +326,15 @@ class Custom(AutogradLoss):
         Other shapes are refused. For example, (n, n) for outputs of shape (n, 1) means that each output was compared
         with the targets of all samples.
         """
-        result, first, others = self.function(outputs, targets), outputs.shape[:1], outputs.shape[1:]
-        known = (first, first + others, first + others[:-1], first + others[1:])
-        if not isinstance(result, Tensor) or result.shape not in known:
+        result, samples, other_dims = self.function(outputs, targets), outputs.shape[:1], outputs.shape[1:]
+        allowed_shapes = (samples, samples + other_dims, samples + other_dims[:-1], samples + other_dims[1:])
+        if not isinstance(result, Tensor) or result.shape not in allowed_shapes:
             shape = tuple(outputs.shape)
-            what = f"it returned {_describe(result)} for outputs of shape {shape}, not one value per sample"
+            message = f"it returned {_describe(result)} for outputs of shape {shape}, not one value per sample"
             fix = "return a tensor of shape (samples,), with reduction='none' and a sum over the other dims"
             if isinstance(result, Tensor) and not result.dim():
                 fix += "; or, if it compares samples with each other, use fedveil.BatchLoss(function)"
-            raise BadArgument(f"loss {self.name}", what, fix)
+            raise BadArgument(f"loss {self.name}", message, fix)
         return result.flatten(1).sum(1) if result.dim() > 1 else result
 
 
@@ -352,8 +351,8 @@ class BatchLoss(Custom):
         """Return the batch's value, repeated for each sample, so that the mean is the loss."""
         result = self.function(outputs, targets)
         if not isinstance(result, Tensor) or result.dim():
-            what = f"it returned {_describe(result)}, not one number for the batch"
-            raise BadArgument(f"loss {self.name}", what, "return a tensor of shape (), such as a mean over pairs")
+            message = f"it returned {_describe(result)}, not one number for the batch"
+            raise BadArgument(f"loss {self.name}", message, "return a tensor of shape (), such as a mean over pairs")
         return result.expand(outputs.shape[0])
 
 
@@ -380,8 +379,8 @@ def find_loss(loss: "str | Loss | Function") -> Loss:
         from fedveil.scheme.token_losses import TOKEN_LOSSES  # imported here to avoid a circular import
 
         if loss not in LOSSES and loss not in TOKEN_LOSSES:
-            known = ", ".join(f'"{name}"' for name in (*LOSSES, *TOKEN_LOSSES))
-            raise BadArgument("loss", f"unknown loss {loss!r}", f"use one of {known}, or a function")
+            names = ", ".join(f'"{name}"' for name in (*LOSSES, *TOKEN_LOSSES))
+            raise BadArgument("loss", f"unknown loss {loss!r}", f"use one of {names}, or a function")
         return LOSSES[loss]() if loss in LOSSES else TOKEN_LOSSES[loss]()
     if isinstance(loss, Loss):
         return loss
@@ -389,7 +388,7 @@ def find_loss(loss: "str | Loss | Function") -> Loss:
         raise BadArgument("loss", f"{loss.__name__} is a class", f"pass an instance: {loss.__name__}()")
     if not callable(loss):
         fix = "pass a name, a torch loss module or a function (outputs, targets)"
-        raise BadArgument("loss", f"a {type(loss).__name__} is not a loss", fix)
+        raise BadArgument("loss", f"expected a loss, got {type(loss).__name__}", fix)
     from fedveil.scheme.torch_losses import read_module  # imported here to avoid a circular import
 
     return read_module(loss) or Custom(loss)

@@ -20,11 +20,11 @@ from fedveil.graph.solve import Integers
 from fedveil.scheme.broadcast import MAX_DECOYS, MAX_GROUPS
 
 MIN_ADDITIVE, MAX_ADDITIVE = 1e-30, 1e30  # minimum and maximum size of the offset
-CHEAPEST = ", which costs the least and, on average, hides as much as more groups do"
+FIX_GROUPS = "use groups=1, which costs the least and, on average, hides as much as a larger number of groups"
 MAX_MULTIPLICATIVE = 1e6  # with larger factors, products of a few of them overflow float32
 MAX_STEPS = 16  # maximum number of iterations for the anchor
 QUANTILE = 0.1  # quantile of the columns' squared norms that determines their weights
-TOLERANCE = 0.01  # converged if a step's squared norm is at most this fraction of a small column's
+TOLERANCE = 0.01  # converged if a step's squared norm is at most this fraction of the squared norm of a small column
 TINY = np.finfo(np.float64).tiny
 
 Reals = NDArray[np.float64]
@@ -88,7 +88,7 @@ class NoiseSettings:
         multiplicative: the bound x on the factors, which are log-uniform in [1/x, x].
         permute: whether to permute units as well.
         decoys: the number of false head offsets that are sent with the true one, at most 64. Clients compute a gradient
-            for each. The default is 2, or none for squared error if nothing follows the head.
+            for each. The default is 2, or 0 for squared error if nothing follows the head.
         keep_noise: whether to draw factors, permutation, direction and partition only once and keep them in memory for
             all rounds (docs/defences/veil.md explains what this reveals).
 
@@ -104,19 +104,19 @@ class NoiseSettings:
     keep_noise: bool = False
 
     def __post_init__(self) -> None:
-        _check_count("groups", self.groups, MAX_GROUPS, f"use groups=1{CHEAPEST}")
+        _check_count("groups", self.groups, MAX_GROUPS, FIX_GROUPS)
         check_range("Veil", "additive", self.additive, MIN_ADDITIVE, MAX_ADDITIVE)
         check_range("Veil", "multiplicative", self.multiplicative, 1.0, MAX_MULTIPLICATIVE)
         if self.decoys is not None:
-            fix = "leave decoys out: clients compute one more gradient than there are decoys"
+            fix = "omit decoys, or use a smaller number: each decoy adds a gradient that clients compute"
             _check_count("decoys", self.decoys, MAX_DECOYS, fix)
 
     def check_groups(self, plan: Plan) -> None:
         """Refuse more groups than the model has outputs."""
         outputs = plan.head.outputs if plan.head else 1
         if self.groups > outputs:
-            what = f"groups must be at most {outputs}, the number of the model's outputs, got {self.groups}"
-            raise BadArgument("Veil", what, f"use groups=1{CHEAPEST}")
+            message = f"groups must be at most {outputs}, the number of the model's outputs, got {self.groups}"
+            raise BadArgument("Veil", message, FIX_GROUPS)
 
     def draw_units(self, plan: Plan, count: int, entropy: Entropy) -> "list[UnitNoise]":
         """Draw factors and permutations for `count` rounds.
@@ -128,9 +128,9 @@ class NoiseSettings:
         numbers_for_head = self.groups + plan.head.outputs if plan.head else 0
         widths = np.concatenate([width * math.log(self.multiplicative), np.full(numbers_for_head, math.log(2))])
         numbers = entropy.log_uniform(count, widths, np.concatenate([signed, np.ones(numbers_for_head, np.uint64)]))
-        r, others = numbers[:, : len(width)], numbers[:, len(width) :]
+        r, head_numbers = numbers[:, : len(width)], numbers[:, len(width) :]
         members = _draw_members(plan, count, entropy if self.permute else None)
-        rows = r, members, plan.slots.factors(r), plan.slots.shifts(members), others
+        rows = r, members, plan.slots.factors(r), plan.slots.shifts(members), head_numbers
         return [UnitNoise(*row) for row in zip(*rows, strict=True)]
 
     def draw_head(self, plan: Plan, units: "UnitNoise", entropy: Entropy) -> "HeadNoise | None":
@@ -138,18 +138,18 @@ class NoiseSettings:
         assert plan.head is not None
         groups, outputs = self.groups, plan.head.outputs
         partition = _draw_partition(outputs, groups, entropy)
-        numbers = units.others[groups:]
+        numbers = units.head_numbers[groups:]
         if groups < outputs:
             numbers = _balance(np.abs(numbers), partition, groups, entropy)
         direction = torch.from_numpy(numbers).to(plan.layout.dtype)
         if len(set(direction.tolist())) < outputs:
             return None
-        return HeadNoise(units.others[:groups] * self.additive, direction, torch.from_numpy(partition))
+        return HeadNoise(units.head_numbers[:groups] * self.additive, direction, torch.from_numpy(partition))
 
 
-def _check_count(name: str, value: int, most: int, fix: str) -> None:
-    if type(value) is not int or not 1 <= value <= most:
-        raise BadArgument("Veil", f"{name} must be an integer from 1 to {most}, got {value!r}", fix)
+def _check_count(name: str, value: int, maximum: int, fix: str) -> None:
+    if type(value) is not int or not 1 <= value <= maximum:
+        raise BadArgument("Veil", f"{name} must be an integer from 1 to {maximum}, got {value!r}", fix)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -161,14 +161,14 @@ class UnitNoise:
         members: the new index of each order class within its kind.
         factors: the factor of each scale slot of the plan.
         shifts: the shift of each order slot of the plan.
-        others: log-uniform numbers from which the head's noise is computed.
+        head_numbers: log-uniform numbers from which the head's noise is computed.
     """
 
     scale: Reals
     members: Integers
     factors: Reals
     shifts: Integers
-    others: Reals
+    head_numbers: Reals
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -190,14 +190,14 @@ class HeadNoise:
 
 
 def _draw_members(plan: Plan, count: int, entropy: Entropy | None) -> Integers:
-    """Draw the new index of each order class within its kind, one row per round; without entropy, nothing moves."""
-    orders, moving = plan.orders, plan.moving
-    cells, sizes = orders.cells[moving], np.bincount(orders.cells[moving])
+    """Draw the new index of each order class within its kind, one row per round; the identity without entropy."""
+    orders, is_moving = plan.orders, plan.moving
+    cells, sizes = orders.cells[is_moving], np.bincount(orders.cells[is_moving])
     members = np.zeros((count, len(orders.cells)), dtype=np.int64)
     blocks = np.zeros((count, len(orders.families)), dtype=np.int64)
-    inside = _shuffle(cells, count, entropy)
+    index_in_cell = _shuffle(cells, count, entropy)
     blocks[:, 1:] = _shuffle(orders.families[1:], count, entropy)
-    members[:, moving] = blocks[:, orders.blocks[moving]] * sizes[cells] + inside
+    members[:, is_moving] = blocks[:, orders.blocks[is_moving]] * sizes[cells] + index_in_cell
     return members
 
 
@@ -206,17 +206,19 @@ def _shuffle(groups: Integers, count: int, entropy: Entropy | None) -> Integers:
     keys, ordered = groups.astype(np.uint64) << np.uint64(40), np.sort(groups)
     random = entropy.words(count * len(groups)) if entropy else np.zeros(count * len(groups), np.uint64)
     order = np.argsort(keys + (random.reshape(count, -1) >> np.uint64(24)), axis=1, kind="stable")
-    numbers = np.empty((count, len(groups)), np.int64)
-    np.put_along_axis(numbers, order, np.arange(len(groups)) - np.searchsorted(ordered, ordered), 1)
-    return numbers
+    new_indices = np.empty((count, len(groups)), np.int64)
+    np.put_along_axis(new_indices, order, np.arange(len(groups)) - np.searchsorted(ordered, ordered), 1)
+    return new_indices
 
 
 def _draw_partition(outputs: int, groups: int, entropy: Entropy) -> Integers:
     """Draw the group of each output: a random partition into `groups` non-empty parts."""
     if groups == 1:
         return np.zeros(outputs, dtype=np.int64)
-    extra = entropy.words(outputs - groups) % np.uint64(groups)  # the bias of the remainder is below groups x 2^-64
-    partition = np.concatenate([np.arange(groups), extra.astype(np.int64)])
+    remaining_groups = entropy.words(outputs - groups) % np.uint64(
+        groups
+    )  # the bias of the remainder is below groups x 2^-64
+    partition = np.concatenate([np.arange(groups), remaining_groups.astype(np.int64)])
     return partition[np.argsort(entropy.words(outputs))]
 
 
@@ -227,12 +229,12 @@ def _balance(sizes: Reals, partition: Integers, groups: int, entropy: Entropy) -
     otherwise estimate the noise from them.
     """
     keys = (partition.astype(np.uint64) << np.uint64(40)) + (entropy.words(len(sizes)) >> np.uint64(24))
-    up = np.empty(len(sizes), np.int64)
-    up[np.argsort(keys)] = np.arange(len(sizes)) % 2  # alternate within each group, in random order
-    sums = np.bincount(2 * partition + up, sizes, 2 * groups).reshape(groups, 2)
+    is_positive = np.empty(len(sizes), np.int64)
+    is_positive[np.argsort(keys)] = np.arange(len(sizes)) % 2  # alternate within each group, in random order
+    sums = np.bincount(2 * partition + is_positive, sizes, 2 * groups).reshape(groups, 2)
     sums[(sums == 0).any(1)] = 1.0  # a group with a single output
     ratio = np.sqrt(sums[:, 0] / sums[:, 1])[partition]
-    return np.where(up, sizes * ratio, -sizes / ratio)
+    return np.where(is_positive, sizes * ratio, -sizes / ratio)
 
 
 def anchor(head: Reals, direction: Reals, partition: NDArray[np.int64], groups: int) -> Reals:
@@ -252,20 +254,20 @@ def anchor(head: Reals, direction: Reals, partition: NDArray[np.int64], groups: 
     votes = (rows @ head) / np.reshape(energy, (-1, 1))
     residual = head - rows.T @ votes
     residual_squares, columns = (residual * residual).sum(0) + TINY, head.shape[1]
-    total = np.partition(votes, columns // 2, axis=1)[:, columns // 2]
+    result = np.partition(votes, columns // 2, axis=1)[:, columns // 2]
     for _ in range(MAX_STEPS):
-        deviations = votes - total[:, None]
-        weights, small = column_weights(energy @ (deviations * deviations) + residual_squares)
+        deviations = votes - result[:, None]
+        weights, small_square = column_weights(energy @ (deviations * deviations) + residual_squares)
         step = deviations @ weights / weights.sum()
-        total = total + step
-        if energy @ (step * step) <= TOLERANCE * small[0]:
+        result = result + step
+        if energy @ (step * step) <= TOLERANCE * small_square[0]:
             break
-    return total
+    return result
 
 
 def column_weights(squares: Reals) -> tuple[Reals, Reals]:
     """Return column weights, given squared norms along the last axis, and the squared norm of a small column."""
     columns = squares.shape[-1]
-    tenth = min(max(1, int(QUANTILE * columns)), columns - 1)
-    small: Reals = np.partition(squares, tenth, axis=-1)[..., tenth : tenth + 1]
-    return 1 / (squares + small), small
+    index = min(max(1, int(QUANTILE * columns)), columns - 1)
+    small_square: Reals = np.partition(squares, index, axis=-1)[..., index : index + 1]
+    return 1 / (squares + small_square), small_square

@@ -1,7 +1,8 @@
 """Compute a model's outputs, and find their class axis: the last one, or axis 1 if the model ends with a convolution.
 
-Losses expect classes on the last axis. These functions move them there and back, so that a segmentation network with
-outputs (n, classes, height, width) and targets (n, height, width) can be trained with the same losses as any other.
+Losses expect classes on the last axis. These functions move the class axis there and back, so that a segmentation
+network with outputs (n, classes, height, width) and targets (n, height, width) can be trained with the same losses as
+any other.
 """
 
 import torch
@@ -37,9 +38,9 @@ def class_axis(outputs: Tensor, targets: Tensor, axis: int | None = None) -> int
     """
     if outputs.dim() < 3:
         return -1
-    last, second = (targets.shape == remove_axis(outputs.shape, candidate) for candidate in (-1, 1))
-    if last != second:
-        return -1 if last else 1
+    last_matches, second_matches = (targets.shape == remove_axis(outputs.shape, candidate) for candidate in (-1, 1))
+    if last_matches != second_matches:
+        return -1 if last_matches else 1
     return -1 if axis is None else axis
 
 
@@ -51,8 +52,8 @@ def remove_axis(shape: torch.Size, axis: int) -> torch.Size:
 
 def are_class_indices(outputs: Tensor, targets: Tensor) -> bool:
     """Return whether targets are class indices for these outputs."""
-    fits = targets.shape in (remove_axis(outputs.shape, -1), remove_axis(outputs.shape, 1))
-    return fits and not targets.is_floating_point()
+    shape_matches = targets.shape in (remove_axis(outputs.shape, -1), remove_axis(outputs.shape, 1))
+    return shape_matches and not targets.is_floating_point()
 
 
 def expand_classes(targets: Tensor, outputs: Tensor, axis: int | None = None) -> Tensor:
@@ -64,8 +65,8 @@ def expand_classes(targets: Tensor, outputs: Tensor, axis: int | None = None) ->
 def _move_classes_last(loss: Loss, outputs: Tensor, targets: Tensor, axis: int | None) -> tuple[Tensor, Tensor, int]:
     """Return outputs with classes last if the loss compares them, dense targets, and the original class axis."""
     if isinstance(loss, CLASS_LOSSES):
-        second = isinstance(loss, CrossEntropy) and loss.average_positions and outputs.dim() > 2
-        source = 1 if second else class_axis(outputs, targets, axis)
+        classes_second = isinstance(loss, CrossEntropy) and loss.average_positions and outputs.dim() > 2
+        source = 1 if classes_second else class_axis(outputs, targets, axis)
         if source != -1:
             moved_outputs = outputs.movedim(source, -1)
             moved_targets = targets.movedim(source, -1) if targets.shape == outputs.shape else targets
@@ -86,7 +87,7 @@ def output_gradient(loss: Loss, outputs: Tensor, targets: Tensor, axis: int | No
     return result if source == -1 else result.movedim(-1, source)
 
 
-def values(loss: Loss, outputs: Tensor, targets: Tensor, axis: int | None = None) -> Tensor:
+def loss_values(loss: Loss, outputs: Tensor, targets: Tensor, axis: int | None = None) -> Tensor:
     """Return the loss of each sample, summed over positions."""
     moved_outputs, moved_targets, _ = _move_classes_last(loss, outputs, targets, axis)
     return loss.values(moved_outputs, moved_targets)

@@ -36,8 +36,8 @@ class MemoryOnly:
     """Base class of secrets that never leave the server's memory: they cannot be pickled, copied or printed."""
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        what = "cannot be pickled or copied: it never leaves the server's memory"
-        raise TypeError(f"a {type(self).__name__} {what}")
+        message = "cannot be pickled or copied: it never leaves the server's memory"
+        raise TypeError(f"a {type(self).__name__} {message}")
 
     __reduce__ = __reduce_ex__  # type: ignore[assignment]
 
@@ -61,12 +61,12 @@ class Perturbation(MemoryOnly):
     def recovery(self) -> Recovery:
         """The secret of the broadcast; raises BadArgument after `release`."""
         if self._recovery is None:
-            what = "the secret of this round has been released"
-            raise BadArgument("recover", what, "recover the gradient before release(), or perturb the model again")
+            message = "the secret of this round has been released"
+            raise BadArgument("recover", message, "recover the gradient before release(), or perturb the model again")
         return self._recovery
 
     def check(self, update: Update, position: int = 0) -> None:
-        """Refuse an update that is not a reply to this broadcast or not finite; errors name the client `position`."""
+        """Refuse an update that is not a reply to this broadcast or not finite; errors name client `position`."""
         check_updates(self.recovery, [update], position)
         refuse_non_finite(f"client {position}", update)
 
@@ -106,9 +106,9 @@ class _Reserve:
     """A session's contents: noise drawn in advance or kept, fits for decoys, and memory to reuse."""
 
     process: int = field(default_factory=os.getpid)
-    ahead: list[UnitNoise] = field(default_factory=list, repr=False)
+    unused: list[UnitNoise] = field(default_factory=list, repr=False)
     fits: list[Fit] = field(default_factory=list, repr=False)
-    kept: tuple[UnitNoise, HeadNoise | None] | None = field(default=None, repr=False)
+    kept_noise: tuple[UnitNoise, HeadNoise | None] | None = field(default=None, repr=False)
     pool: BufferPool = field(default_factory=BufferPool)
 
 
@@ -159,23 +159,23 @@ class VeilSession(MemoryOnly):
         token = self._entropy.token()
         state = check_model(plan, find_original(model) if type(model).__name__ == WRAPPER else model)
         tensors = state.parameters | state.buffers
-        public, coefficients = None, [1.0]
-        # a diverged model may overflow here, which will show in the clients' updates
+        public_head, coefficients = None, [1.0]
+        # a diverged model may overflow here; the clients' updates then contain NaN or infinity
         with torch.no_grad(), np.errstate(all="ignore"):
             transform = Transform.from_noise(plan, units)
             values, memory = transform.apply(tensors, reserve.pool)
             if head is not None:
-                public, coefficients = self._perturb_head(values, transform, head, reserve.fits)
+                public_head, coefficients = self._perturb_head(values, transform, head, reserve.fits)
         counters = {name: tensors[name].clone() for name in layout.counters}
         buffers = {entry.name: values.pop(entry.name) for entry in layout.buffers} | counters
         trainable = tuple([entry.name for entry in layout.trainable])
         training = tuple([path for path, mode in plan.modes if mode])
         values |= {entry.name: tensors[entry.name].detach() for entry in layout.local}
-        fixed = token, layout.name, self.loss, values, buffers, trainable, training, public, plan.form, plan.signature
-        broadcast = Broadcast(*fixed, output=plan.output, local=bool(layout.local))
-        forms = {name: (value.shape, value.dtype) for name, value in counters.items()}
-        bound, decoys = self.settings.multiplicative, bool(self._decoys)
-        recovery = Recovery(plan, token, transform, coefficients, decoys, forms, bound, memory)
+        content = self.loss, values, buffers, trainable, training, public_head, plan.form, plan.signature
+        broadcast = Broadcast(token, layout.name, *content, output=plan.output, local=bool(layout.local))
+        counter_specs = {name: (value.shape, value.dtype) for name, value in counters.items()}
+        factor_bound, decoys = self.settings.multiplicative, bool(self._decoys)
+        recovery = Recovery(plan, token, transform, coefficients, decoys, counter_specs, factor_bound, memory)
         return Perturbation(broadcast, recovery, reserve.pool)
 
     def _perturb_head(
@@ -195,21 +195,23 @@ class VeilSession(MemoryOnly):
         if bias is not None and _is_bias_small(V):
             V, bias = V[:, :-1], None
         direction, partition = noise.direction.double().numpy(), noise.partition.numpy()
-        d, false = -anchor(V, direction, partition, len(noise.offset)), []
+        d, false_offsets = -anchor(V, direction, partition, len(noise.offset)), []
         if self._decoys:
             factors = transform.find_factors(head.weight).movedim(head.dim, 0)[0].reshape(-1).cpu().double().numpy()
             if bias is not None and head.bias:
                 factors = np.append(factors, float(transform.find_factors(head.bias)[0]))
-            group_rows = (partition == np.arange(len(d))[:, None]) * direction
-            d, *false = draw_candidates(fits, V, factors, group_rows, d, self._decoys, bias is not None, entropy)
+            rows_by_group = (partition == np.arange(len(d))[:, None]) * direction
+            d, *false_offsets = draw_candidates(
+                fits, V, factors, rows_by_group, d, self._decoys, bias is not None, entropy
+            )
         base = torch.from_numpy(_blur(V + (d[partition] * direction)[:, None], V, rows.dtype, entropy))
         rows.copy_(base[:, : matrix.shape[1]].reshape(rows.shape))
         if bias is not None:
             bias.copy_(base[:, -1])
         offsets, coefficients = np.empty((0, len(d))), _squared_error_coefficients(d, direction, partition)
         if self._decoys:  # the true offset is at a random index, which stays secret
-            index = int(entropy.words(1)[0] % np.uint64(1 + len(false)))
-            offsets = np.stack([*false[:index], d, *false[index:]])
+            index = int(entropy.words(1)[0] % np.uint64(1 + len(false_offsets)))
+            offsets = np.stack([*false_offsets[:index], d, *false_offsets[index:]])
             coefficients = [float(number == index) for number in range(len(offsets))]
         numbers = (noise.direction, noise.partition, torch.from_numpy(noise.offset), torch.from_numpy(offsets))
         r_a, groups, offset, candidates = (tensor.to(self.plan.layout.device) for tensor in numbers)
@@ -217,15 +219,15 @@ class VeilSession(MemoryOnly):
         return PublicHead(**layer, direction=r_a, partition=groups, offset=offset, candidates=candidates), coefficients
 
     def _draw(self, reserve: _Reserve) -> tuple[UnitNoise, HeadNoise | None]:
-        if reserve.kept is not None:
-            units, head = reserve.kept
+        if reserve.kept_noise is not None:
+            units, head = reserve.kept_noise
             return units, head and head.renew(self.settings.additive, self._entropy)
         units, head = self._next_units(reserve), None
         if self.plan.head is not None:
             while (head := self.settings.draw_head(self.plan, units, self._entropy)) is None:
                 units = self._next_units(reserve)
         if self.settings.keep_noise:
-            reserve.kept = units, head
+            reserve.kept_noise = units, head
             self.draws += 1
         return units, head
 
@@ -234,12 +236,12 @@ class VeilSession(MemoryOnly):
         if self._entropy.for_tests_only:
             return self.settings.draw_units(self.plan, 1, self._entropy)[0]
         try:
-            return reserve.ahead.pop()  # atomic, so that no other thread uses it
+            return reserve.unused.pop()  # atomic, so that no other thread uses it
         except IndexError:
             count = max(1, min(MAX_ROUNDS_AHEAD, MAX_SLOTS_AHEAD // len(self.plan.slots.unit)))
-            first, *others = self.settings.draw_units(self.plan, count, self._entropy)
-            reserve.ahead.extend(others)
-            return first
+            result, *remaining = self.settings.draw_units(self.plan, count, self._entropy)
+            reserve.unused.extend(remaining)
+            return result
 
 
 def _squared_error_coefficients(offset: Reals, direction: Reals, partition: NDArray[np.int64]) -> list[float]:
@@ -251,8 +253,8 @@ def _squared_error_coefficients(offset: Reals, direction: Reals, partition: NDAr
 def _is_bias_small(V: Reals) -> bool:
     """Return whether the bias (the last column) is so small that it would reveal the noise.
 
-    For example, a zero bias plus noise equals the noise. A column that is smaller than the others by the square
-    root of their number estimates the noise as well as all others combined.
+    For example, a zero bias plus noise equals the noise. A column that is smaller than the others by a factor
+    of the square root of their number estimates the noise as well as all others combined.
     """
     squares = (V * V).sum(0)
     columns = len(squares) - 1
@@ -290,13 +292,13 @@ def _find_factors(secret: Recovery) -> Tensors:
     return {name: rows[0] for name, rows in result.items()}
 
 
-def predict_passes(secret: Recovery, update: Update, last: Mapping[str, Tensor] | None) -> Tensors:
-    """Predict the next round's passes, without its factors, from an update; `last` is the previous prediction."""
+def predict_passes(secret: Recovery, update: Update, previous: Mapping[str, Tensor] | None) -> Tensors:
+    """Predict the next round's passes, without its factors, from an update; `previous` is the last prediction."""
     scales = [_input_scale(secret) ** -power for power in _alpha_powers(secret)]
     result = {}
     for name, tensor in _unscale(secret, update.passes).items():
         scale = tensor.new_tensor(scales).view(-1, *[1] * (tensor.dim() - 1))
-        result[name] = smooth(tensor * scale, last[name] if last else None)
+        result[name] = smooth(tensor * scale, previous[name] if previous else None)
     return result
 
 
@@ -304,8 +306,8 @@ def bound_passes(secret: Recovery, passes: Mapping[str, Tensor]) -> dict[str, li
     """Bound the elements of each pass under a round's noise, given predictions from `predict_passes`.
 
     Passes change from round to round because units get new factors. The larger the factors may be, the more headroom
-    passes get; terms that depend on the sum of the head's inputs get more than others. With decoys, the true pass has a
-    different index in every round, so all rows get the largest bound.
+    passes get; terms that depend on the sum of the head's inputs get more headroom than others. With decoys, the true
+    pass has a different index in every round, so all rows get the largest bound.
     """
     factors, head, result = _find_factors(secret), _input_scale(secret), {}
     headroom = secret.multiplicative**0.25

@@ -20,7 +20,7 @@ from fedveil.wire import Tensors
 
 MAX_FLOAT = sys.float_info.max
 MAX_SAMPLES = 2**53  # integers up to this value are exact in float64
-DROP = "drop this client from the round; lower the learning rate if all clients are affected"
+FIX_DROP = "drop this client from the round; lower the learning rate if all clients are affected"
 MIN_RATIO = 0.5  # minimum ratio of a row's maximum to that of the previous round
 TensorSpec = tuple[torch.Size, torch.dtype]
 
@@ -72,19 +72,19 @@ class Recovery:
         )
 
 
-def check_updates(secret: Recovery, updates: Sequence[Update], first: int = 0) -> None:
-    """Refuse updates that cannot belong to this round; errors identify a client by its index, starting at `first`."""
+def check_updates(secret: Recovery, updates: Sequence[Update], first_index: int = 0) -> None:
+    """Refuse updates that cannot belong to this round; errors contain the client's index, from `first_index`."""
     layout, (passes, buffers) = secret.plan.layout, secret.tensor_specs()
-    for position, update in enumerate(updates, first):
+    for position, update in enumerate(updates, first_index):
         client = f"client {position}"
         if not isinstance(update, Update):
-            raise MisshapenUpdate(client, f"its update has type {type(update).__name__}, not Update")
+            raise MisshapenUpdate(client, f"its reply must be an Update, got {type(update).__name__}")
         if type(update.model) is not str or update.model != layout.name:
             fix = "build the same architecture on clients and server"
             raise ForeignUpdate(client, f"its update is for model {_shorten(update.model)}, not {layout.name}", fix)
         if type(update.round) is not str or update.round != secret.round:
-            what = f"its update is for round {_shorten(update.round)}, not {secret.round[:8]}"
-            raise StaleUpdate(client, what, "aggregate only replies to this round's broadcast")
+            message = f"its update is for round {_shorten(update.round)}, not {secret.round[:8]}"
+            raise StaleUpdate(client, message, "aggregate only replies to this round's broadcast")
         if type(update.samples) is not int or not 1 <= update.samples <= MAX_SAMPLES:
             raise IncompleteUpdate(client, "its number of samples is not an integer from 1 to 2^53")
         check_tensors(client, "pass", update.passes, passes, layout.device)
@@ -107,16 +107,16 @@ def check_tensors(
         if tensor is None:
             raise IncompleteUpdate(client, f"{kind} {name} is missing")
         if type(tensor) is not Tensor and type(tensor) is not Parameter:
-            raise MisshapenUpdate(client, f"{kind} {name} is {type(tensor).__name__}, not a tensor")
+            raise MisshapenUpdate(client, f"{kind} {name} must be a tensor, got {type(tensor).__name__}")
         if tensor.is_nested or tensor.layout is not torch.strided or tensor.device != device:
             form = "nested" if tensor.is_nested else f"{tensor.layout} on {tensor.device}"
-            raise MisshapenUpdate(client, f"{kind} {name} is {form}, not {torch.strided} on {device}")
+            raise MisshapenUpdate(client, f"{kind} {name} must be {torch.strided} on {device}, got {form}")
         if tensor.shape != shape or tensor.dtype is not dtype:
-            form = f"{tuple(tensor.shape)} {tensor.dtype}"
-            raise MisshapenUpdate(client, f"{kind} {name} is {form}, not {tuple(shape)} {dtype}")
+            form = f"shape {tuple(tensor.shape)} and dtype {tensor.dtype}"
+            raise MisshapenUpdate(client, f"{kind} {name} must have shape {tuple(shape)} and dtype {dtype}, got {form}")
     if len(tensors) > len(expected):
-        extra = next(name for name in tensors if name not in expected)
-        text = ascii(extra[:80]) if isinstance(extra, str) else type(extra).__name__
+        unexpected = next(name for name in tensors if name not in expected)
+        text = ascii(unexpected[:80]) if isinstance(unexpected, str) else type(unexpected).__name__
         raise MisshapenUpdate(client, f"{kind} {text} is unexpected")
 
 
@@ -130,7 +130,7 @@ def check_finite(client: str, kind: str, tensors: Mapping[str, Tensor]) -> None:
     """Refuse a client's tensors if any of them contains NaN or infinity."""
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
-            raise NonFiniteUpdate(client, f"{kind} {name} contains NaN or infinity", DROP)
+            raise NonFiniteUpdate(client, f"{kind} {name} contains NaN or infinity", FIX_DROP)
 
 
 def are_overflow_safe(tensors: Iterable[Tensor]) -> bool:
@@ -167,14 +167,14 @@ def bound_magnitudes(tensors: Mapping[str, Tensor]) -> dict[str, list[float]]:
     return {name: [float(tensor.abs().max()) if tensor.numel() else 0.0] for name, tensor in tensors.items()}
 
 
-def smooth(current: Tensor, last: Tensor | None) -> Tensor:
+def smooth(current: Tensor, previous: Tensor | None) -> Tensor:
     """Scale up each row whose maximum is less than half the previous one, because sums may cancel by chance."""
-    if last is None:
+    if previous is None:
         return current
-    sizes, before = current.abs().flatten(1).amax(1), MIN_RATIO * last.abs().flatten(1).amax(1)
-    grown = torch.where((sizes > 0) & (before > sizes), before / sizes, torch.ones_like(sizes))
+    sizes, minimum = current.abs().flatten(1).amax(1), MIN_RATIO * previous.abs().flatten(1).amax(1)
+    growth = torch.where((sizes > 0) & (minimum > sizes), minimum / sizes, torch.ones_like(sizes))
     shape = (-1, *[1] * (current.dim() - 1))
-    return torch.where((sizes > 0).view(shape), current * grown.view(shape), MIN_RATIO * last)
+    return torch.where((sizes > 0).view(shape), current * growth.view(shape), MIN_RATIO * previous)
 
 
 @suspend_autocast()
@@ -185,46 +185,49 @@ def recover(secret: Recovery, updates: Sequence[Update], weights: Sequence[float
     Paper, Sec. 4.3:   G(l) = R(l) o (sum_k w_k G^_k - sum_s gamma_s sum_k w_k sigma~_k,s + v sum_k w_k beta_k)
 
     This differs from the paper in two ways. gamma is replaced by the anchor's d, because clients use the base. Losses
-    other than squared error have one pass per candidate, and the result is the one for d.
+    other than squared error have one pass per candidate, and the result is the pass for d.
 
     Args:
         secret: the round's secret.
         updates: one update per client.
         weights: |D_k| of each client; by default, the number of samples in each update.
 
-    Guarantees: the result equals that of plain autograd up to rounding (tests/scheme/test_exactness.py). Updates are
-      not changed. If any update is refused, nothing is recovered. Any object passed as an update is either refused or
-      yields a finite result (tests/scheme/test_recover.py).
+    Guarantees: the result equals the gradient of plain autograd up to rounding (tests/scheme/test_exactness.py).
+      Updates are not changed. If any update is refused, nothing is recovered. Any object passed as an update is either
+      refused or yields a finite result (tests/scheme/test_recover.py).
 
     Raises:
-        BadArgument: the weights cannot be used.
+        BadArgument: the weights are invalid.
         UpdateRefused: an update is for another round or model, incomplete, misshapen or not finite.
     """
     if not isinstance(updates, list | tuple):
-        what = f"updates must be a list, got {type(updates).__name__}"
-        raise BadArgument("recover", what, "pass a list with one update per client")
+        message = f"updates must be a list, got {type(updates).__name__}"
+        raise BadArgument("recover", message, "pass a list with one update per client")
     check_updates(secret, updates)
     shares = _client_shares(updates, weights)
-    used = [number for number, coefficient in enumerate(secret.coefficients) if coefficient]
-    passes = range(used[0], used[-1] + 1)  # all passes, or only that of the true offset if there are decoys
+    nonzero = [number for number, coefficient in enumerate(secret.coefficients) if coefficient]
+    passes = range(nonzero[0], nonzero[-1] + 1)  # all passes, or only the true offset's pass if there are decoys
     gradients, sums = _sum_passes(secret, updates, shares, passes)
     # also check the passes for decoys, so that a refusal does not reveal the true offset
-    checked = [(*(update.passes.values() if secret.decoys else ()), *update.buffers.values()) for update in updates]
-    if not sums.finite or not all(map(are_overflow_safe, checked)):
+    tensors_to_check = [
+        (*(update.passes.values() if secret.decoys else ()), *update.buffers.values()) for update in updates
+    ]
+    if not sums.finite or not all(map(are_overflow_safe, tensors_to_check)):
         _refuse_overflow(secret, updates, shares)
-    buffers = _recover_buffers(secret, updates, shares, used[0])
+    buffers = _recover_buffers(secret, updates, shares, nonzero[0])
     return Aggregate(gradients, buffers, sums.error(), _count_bytes(secret))
 
 
 def _count_bytes(secret: Recovery) -> dict[str, float]:
     """Return the sizes of a broadcast and an update in bytes, not counting names and shapes."""
     plan, layout, passes = secret.plan, secret.plan.layout, len(secret.coefficients)
-    item = layout.dtype.itemsize
-    buffers = item * (layout.total - layout.parameters) + 8 * len(layout.counters)
-    down, up = item * layout.parameters + buffers, item * layout.weights * passes + buffers
+    itemsize = layout.dtype.itemsize
+    buffers = itemsize * (layout.total - layout.parameters) + 8 * len(layout.counters)
+    bytes_down, bytes_up = itemsize * layout.parameters + buffers, itemsize * layout.weights * passes + buffers
     if plan.head:
-        down += (item + 8) * plan.head.outputs + 8 + 8 * passes  # for direction, partition, offset and candidates
-    return {"bytes_down": down, "bytes_up": up}
+        # direction, partition, offset and candidates
+        bytes_down += (itemsize + 8) * plan.head.outputs + 8 + 8 * passes
+    return {"bytes_down": bytes_down, "bytes_up": bytes_up}
 
 
 def _sum_passes(
@@ -273,7 +276,7 @@ def _recover_buffers(secret: Recovery, updates: Sequence[Update], shares: Sequen
 
 
 class _PassSums:
-    """Adds passes, multiplied by their coefficients, and accumulates the norms of the passes and of their sum."""
+    """Sums of passes, multiplied by their coefficients, and the norms of the passes and of the sums."""
 
     def __init__(self, coefficients: Sequence[float], layout: Layout) -> None:
         self._weights = torch.tensor(coefficients, dtype=layout.dtype, device=layout.device)
@@ -317,27 +320,27 @@ def _norm(values: Tensor) -> float:
 def _refuse_overflow(secret: Recovery, updates: Sequence[Update], shares: Sequence[float]) -> None:
     """Refuse updates that are not finite or that overflow when the noise is removed, even in passes for decoys.
 
-    The error names a client whose update overflows on its own or, if there is none, the one with the largest norm.
+    The error names a client whose update alone overflows or, if there is none, the client with the largest update.
     """
     for position, update in enumerate(updates):
         refuse_non_finite(f"client {position}", update)
     if _is_finite(secret, updates, shares):
         return
-    alone = [position for position, update in enumerate(updates) if not _is_finite(secret, [update], [1.0])]
+    overflowing = [position for position, update in enumerate(updates) if not _is_finite(secret, [update], [1.0])]
     tensors = [[*update.passes.values(), *update.buffers.values()] for update in updates]
     sizes = [math.hypot(*(_norm(t) for t in tensor if t.is_floating_point())) for tensor in tensors]
-    position = alone[0] if alone else sizes.index(max(sizes))
-    what = f"its values are finite, but overflow {secret.plan.layout.dtype} when the noise is removed"
-    raise NonFiniteUpdate(f"client {position}", what, DROP)
+    position = overflowing[0] if overflowing else sizes.index(max(sizes))
+    message = f"its values are finite, but overflow {secret.plan.layout.dtype} when the noise is removed"
+    raise NonFiniteUpdate(f"client {position}", message, FIX_DROP)
 
 
 def _is_finite(secret: Recovery, updates: Sequence[Update], shares: Sequence[float]) -> bool:
-    """Return whether all results are finite: the gradient (with decoys, that of each candidate) and all buffers."""
+    """Return whether all results are finite: the gradient (with decoys, for each candidate) and all buffers."""
     count = len(secret.coefficients)
     parts = [range(number, number + 1) for number in range(count)] if secret.decoys else [range(count)]
     rows = [_recover_buffers(secret, updates, shares, row) for row in range(count if secret.has_rows else 1)]
-    sums_are = all(_sum_passes(secret, updates, shares, part)[1].finite for part in parts)
-    return sums_are and all(bool(buffer.isfinite().all()) for row in rows for buffer in row.values())
+    sums_are_finite = all(_sum_passes(secret, updates, shares, part)[1].finite for part in parts)
+    return sums_are_finite and all(bool(buffer.isfinite().all()) for row in rows for buffer in row.values())
 
 
 def _client_shares(updates: Sequence[Update], weights: Sequence[float] | None) -> list[float]:
@@ -347,10 +350,10 @@ def _client_shares(updates: Sequence[Update], weights: Sequence[float] | None) -
         count = len(counts)
         numbers = np.asarray(counts if count == len(updates) else [])  # not read if their count is wrong
     except Exception as error:  # an invalid object may raise any exception
-        raise BadArgument("recover", f"weights cannot be used: {type(error).__name__}", "pass numbers") from error
+        raise BadArgument("recover", f"cannot read weights: {type(error).__name__}", "pass numbers") from error
     if count != len(updates) or not count:
-        what = f"got {len(updates)} updates and {count} weights"
-        raise BadArgument("recover", what, "pass at least one update, and one weight per update")
+        message = f"got {len(updates)} updates and {count} weights"
+        raise BadArgument("recover", message, "pass at least one update, and one weight per update")
     if numbers.ndim != 1 or numbers.dtype.kind not in "iuf":
         raise BadArgument("recover", "weights must be a list of numbers")
     sizes = [float(size) for size in numbers.tolist()]

@@ -17,7 +17,7 @@ from fedveil.wire import Values
 PREFIX = "torch.nn."  # prefix of the modules' names in messages
 INDEX_LOSSES = ("CrossEntropyLoss", "MultiLabelMarginLoss", "MultiMarginLoss", "NLLLoss")
 REDUCTIONS = ("none", "mean", "sum", "batchmean")
-DEPRECATED = ("size_average", "reduce")  # deprecated arguments of torch's modules
+DEPRECATED_ARGUMENTS = ("size_average", "reduce")  # deprecated arguments of torch's modules
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,18 +43,18 @@ class TorchLoss(AutogradLoss):
 
     def settings(self) -> Values:
         """Return the module's options as plain values."""
-        names = [name for name in inspect.signature(type(self.module)).parameters if name not in DEPRECATED]
+        names = [name for name in inspect.signature(type(self.module)).parameters if name not in DEPRECATED_ARGUMENTS]
         options = {name: getattr(self.module, name) for name in names}
         return {name: option.tolist() if isinstance(option, Tensor) else option for name, option in options.items()}
 
     def weigh_part(self, weights: Tensor) -> Tensor:
         """Return weights for which partial sums add up; refuse part of a mean, because its divisor is unknown."""
-        alone = torch.full_like(weights, 1 / len(weights))
-        if self.reduction != "sum" and not torch.equal(weights, alone):
-            what = "its mean divides by the weights of all samples, but this batch contains only some of them"
+        equal_weights = torch.full_like(weights, 1 / len(weights))
+        if self.reduction != "sum" and not torch.equal(weights, equal_weights):
+            message = "its mean divides by the weights of all samples, but this batch contains only some of them"
             fix = "choose a batch_size that covers all records of a client, or a loss that averages over samples"
-            raise BadArgument(f"loss {self.name}", what, f"{fix}, such as fedveil.CrossEntropy(weight=...)")
-        return alone
+            raise BadArgument(f"loss {self.name}", message, f"{fix}, such as fedveil.CrossEntropy(weight=...)")
+        return equal_weights
 
     def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return values whose mean is the module's value: one per sample, or the batch's value for every sample."""
@@ -63,8 +63,8 @@ class TorchLoss(AutogradLoss):
         if self.couples:
             return self._call(self.module, outputs, targets).expand(outputs.shape[0])
         if any(buffer.dim() >= outputs.dim() and len(buffer) > 1 for buffer in self.module.buffers()):
-            what, fix = "its weight has one number per sample of a batch", f"use fedveil.BatchLoss({self.name}(...))"
-            raise BadArgument(f"loss {self.name}", what, fix)
+            message, fix = "its weight has one number per sample of a batch", f"use fedveil.BatchLoss({self.name}(...))"
+            raise BadArgument(f"loss {self.name}", message, fix)
         rows = self._call(self.unreduced, outputs, targets).reshape(outputs.shape[0], -1)
         return rows.mean(1) if self.reduction == "mean" else rows.sum(1)
 
@@ -74,8 +74,8 @@ class TorchLoss(AutogradLoss):
             result: Tensor = torch.func.functional_call(module, buffers, (outputs, targets))
         except (RuntimeError, TypeError, ValueError, IndexError) as error:  # its message may contain a target
             forms = [f"{tensor.dtype} of shape {tuple(tensor.shape)}" for tensor in (targets, outputs)]
-            what = f"{self.name} does not accept targets {forms[0]} for outputs {forms[1]}, or rejects their values"
-            raise BadArgument("targets", what, "see torch's error above, which caused this one") from error
+            message = f"{self.name} does not accept targets {forms[0]} for outputs {forms[1]}, or rejects their values"
+            raise BadArgument("targets", message, "see torch's error above, which caused this one") from error
         return result
 
 
@@ -97,7 +97,7 @@ def read_module(loss: object) -> Loss | None:
 def _wrap(module: nn.Module) -> TorchLoss:
     if len(inspect.signature(module.forward).parameters) != 2 or next(module.parameters(), None) is not None:
         fix = "pass a function (outputs, targets) that calls it and returns one value per sample"
-        raise BadArgument("loss", f"{type(module).__name__} needs more than outputs and targets", fix)
+        raise BadArgument("loss", f"{type(module).__name__} requires more than outputs and targets", fix)
     unreduced = copy.deepcopy(module)
     vars(unreduced)["reduction"] = "none"
     return TorchLoss(module, unreduced, check_choice("loss", "reduction", str(module.reduction), REDUCTIONS))

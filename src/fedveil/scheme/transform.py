@@ -116,21 +116,21 @@ class Transform:
         self, piece: TensorPart, indices: list[tuple[int, Tensor]], source: Tensor, target: Tensor, scratch: Tensor
     ) -> None:
         """Perturb a few rows at a time, so that they stay in the processor's cache."""
-        (first, index), *others = indices
-        size, inner = len(index), torch.Size(piece.shape[first + 1 :]).numel()
-        end = piece.offset + size * inner
-        selected, result = source[piece.offset : end].view(size, inner), target[piece.offset : end]
-        step = max(1, BLOCK // inner)
+        (row_dim, index), *other_indices = indices
+        size, row_size = len(index), torch.Size(piece.shape[row_dim + 1 :]).numel()
+        end = piece.offset + size * row_size
+        selected, result = source[piece.offset : end].view(size, row_size), target[piece.offset : end]
+        step = max(1, BLOCK // row_size)
         for start in range(0, size, step):
             stop = min(size, start + step)
-            shape = (*piece.shape[:first], stop - start, *piece.shape[first + 1 :])
-            out = result[start * inner : stop * inner]
-            buffer = scratch[: out.numel()] if others else out
-            torch.index_select(selected, 0, index[start:stop], out=buffer.view(-1, inner))
+            shape = (*piece.shape[:row_dim], stop - start, *piece.shape[row_dim + 1 :])
+            out = result[start * row_size : stop * row_size]
+            buffer = scratch[: out.numel()] if other_indices else out
+            torch.index_select(selected, 0, index[start:stop], out=buffer.view(-1, row_size))
             part = buffer.view(shape)
-            for number, (dim, reordered) in enumerate(others, 1):
-                part = _select(part, dim, reordered, out.view(shape) if number == len(others) else None)
-            self._multiply(piece, part, first, start)
+            for number, (dim, reordered) in enumerate(other_indices, 1):
+                part = _select(part, dim, reordered, out.view(shape) if number == len(other_indices) else None)
+            self._multiply(piece, part, row_dim, start)
 
     def find_factors(self, name: str) -> Tensor:
         """Return R for one tensor, with the tensor's shape."""
@@ -164,36 +164,36 @@ class Transform:
             return
         for piece in self.plan.pieces.get(group.entries[0].name, []):
             part = piece.part(flat)
-            for spread in piece.scale:
-                part /= spread.select(self.scale)
+            for slots in piece.scale:
+                part /= slots.select(self.scale)
 
     def restore_order(self, group: Group, flat: Tensor) -> Tensors:
         """Move a group's elements back to their original positions, and return its tensors."""
-        first = group.entries[0]
+        entry = group.entries[0]
         if group.pooled:
             stop = group.entries[-1].stop
-            sources = self.sources[first.start : stop] - first.start if first.start else self.sources[:stop]
+            sources = self.sources[entry.start : stop] - entry.start if entry.start else self.sources[:stop]
             return unflatten(torch.empty_like(flat).scatter_(0, sources, flat), group.entries)
-        pieces = [piece for piece in self.plan.pieces.get(first.name, []) if piece.order]
+        pieces = [piece for piece in self.plan.pieces.get(entry.name, []) if piece.order]
         if len(pieces) == 1 and pieces[0].contiguous and torch.Size(pieces[0].shape).numel() == len(flat):
-            return {first.name: self._restore_piece(pieces[0], flat).view(first.shape)}
+            return {entry.name: self._restore_piece(pieces[0], flat).view(entry.shape)}
         result = flat.clone() if pieces else flat
         for piece in pieces:
             piece.part(result).copy_(self._restore_piece(piece, flat))
-        return {first.name: result.view(first.shape)}
+        return {entry.name: result.view(entry.shape)}
 
-    def _multiply(self, piece: TensorPart, part: Tensor, cut: int = -1, start: int = 0) -> None:
-        """Multiply in place. If factors vary along one dim, multiply whole rows, which is several times faster.
+    def _multiply(self, piece: TensorPart, part: Tensor, cut_dim: int = -1, start: int = 0) -> None:
+        """Multiply by factors in place. If they vary along one dim, multiply whole rows, which is several times faster.
 
-        `part` may begin at `start` along the dim `cut` of the piece, and may have extra leading dims.
+        `part` may begin at `start` along the dim `cut_dim` of the piece, and may have extra leading dims.
         """
-        ahead = part.dim() - len(piece.shape)
-        for spread in piece.scale:
-            factor, dims = spread.select(self.scale), [dim for dim, size in enumerate(spread.shape) if size > 1]
-            if cut in dims:
-                factor = factor.narrow(cut, start, part.shape[ahead + cut])
+        extra_dims = part.dim() - len(piece.shape)
+        for slots in piece.scale:
+            factor, dims = slots.select(self.scale), [dim for dim, size in enumerate(slots.shape) if size > 1]
+            if cut_dim in dims:
+                factor = factor.narrow(cut_dim, start, part.shape[extra_dims + cut_dim])
             inner_size = torch.Size(piece.shape[dims[0] + 1 :]).numel() if len(dims) == 1 else 1
-            if inner_size > 1 and dims[0] != cut and part.is_contiguous():
+            if inner_size > 1 and dims[0] != cut_dim and part.is_contiguous():
                 rows = part.view(-1, factor.numel() * inner_size)
                 rows.mul_(factor.flatten().repeat_interleave(inner_size))
             else:
@@ -216,11 +216,11 @@ class Transform:
     def _find_indices(self, piece: TensorPart) -> list[tuple[int, Tensor]] | None:
         """Return the source indices along each permuted dim; None if several dims are permuted jointly."""
         result = []
-        for spread in piece.order:
-            dims = [d for d, size in enumerate(spread.shape) if size > 1]
+        for slots in piece.order:
+            dims = [d for d, size in enumerate(slots.shape) if size > 1]
             if len(dims) != 1:
                 return None
-            shift = spread.select(self.shift).flatten()
+            shift = slots.select(self.shift).flatten()
             index = torch.arange(len(shift), device=shift.device) + shift // piece.strides[dims[0]]
             result.append((dims[0], index))
         return sorted(result, key=lambda pair: pair[0])
@@ -228,17 +228,17 @@ class Transform:
     def _find_sources(self, piece: TensorPart, elements: int) -> Tensor:
         """Return the source index of each element of a piece, in a tensor with `elements` elements."""
         index = piece.part(torch.arange(elements, device=self.shift.device))
-        for spread in piece.order:
-            index = index + spread.select(self.shift)
+        for slots in piece.order:
+            index = index + slots.select(self.shift)
         return index.flatten()
 
 
 def _select(part: Tensor, dim: int, index: Tensor, out: Tensor | None = None) -> Tensor:
     """Select indices along a dim, as the rows of a matrix or as its columns (with torch.gather)."""
-    ahead, inner = part.shape[:dim].numel(), part.shape[dim + 1 :].numel()
-    rows = part.reshape(len(index) if ahead == 1 else ahead, -1)
+    outer, inner = part.shape[:dim].numel(), part.shape[dim + 1 :].numel()
+    rows = part.reshape(len(index) if outer == 1 else outer, -1)
     target = None if out is None else out.view(rows.shape)
-    if ahead == 1:
+    if outer == 1:
         return torch.index_select(rows, 0, index, out=target).view(part.shape)
     columns = (index.unsqueeze(1) * inner + torch.arange(inner, device=index.device)).flatten()
-    return torch.gather(rows, 1, columns.expand(ahead, -1), out=target).view(part.shape)
+    return torch.gather(rows, 1, columns.expand(outer, -1), out=target).view(part.shape)

@@ -1,4 +1,4 @@
-"""Secure aggregation: a server adds up the clients' vectors and sees nothing but the sum.
+"""Secure aggregation: a server adds up the clients' vectors and sees only the sum.
 
 Bonawitz et al., Practical Secure Aggregation for Privacy-Preserving Machine Learning (CCS 2017), with keys agreed once
 per run and seeds derived for every attempt.
@@ -14,13 +14,13 @@ per run and seeds derived for every attempt.
     M6  client   once: shares of b_k for k in V                                  Party.reveal   Tally.take_reveal_reply
                                                                                  Tally.total
 
-`rules` and `policy` define what a client refuses and what it can rely on, `masks` defines how keys and masks are
-derived, and `tally.Conduct` decides who is excluded. All messages come from one server, whose signature `identity`
-checks.
+`rules` and `policy` define which messages a client refuses and which guarantees it has, `masks` defines how keys and
+masks are derived, and `tally.Conduct` decides who is excluded. All messages come from one server, whose signature
+`identity` checks.
 
-Nothing protects against a crafted model that is sent to every client, against differences between sums over different
-members, or against poisoning: a hostile client can corrupt the sum. Nor is a client protected if its disk is
-restored to an earlier state: it still has its key, but no longer knows how the key was used.
+Secure aggregation does not protect against a crafted model that is sent to every client, against differences between
+sums over different members, or against poisoning: a hostile client can corrupt the sum. A client whose disk is restored
+to an earlier state is not protected either: it still has its key, but no longer knows how the key was used.
 """
 
 from fedveil.errors import Aborted

@@ -20,7 +20,7 @@ def load_party(identity: Path, roster: Path, policy: Path | None = None) -> Part
 
     Args:
         identity: the file written by `fedveil keys new`.
-        roster: the file that lists who may take part.
+        roster: the file that lists the members that may take part.
         policy: the file written by `fedveil keys policy`; by default, the file next to the identity.
     """
     client_policy = Policy.read(policy or identity.with_suffix(".policy"))
@@ -36,7 +36,7 @@ def load_own_party() -> Party | None:
     if not identity:
         return None
     if not roster:
-        raise BadArgument(IDENTITY, f"{ROSTER} is not set", f"set {ROSTER} to the file that lists who may take part")
+        raise BadArgument(IDENTITY, f"{ROSTER} is not set", f"set {ROSTER} to the file that lists the members")
     return load_party(Path(identity), Path(roster), Path(policy) if policy else None)
 
 

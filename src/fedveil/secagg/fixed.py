@@ -9,8 +9,8 @@ so that the sum of n values stays below 2^62: the sum of the integers is exact, 
 
 Nothing is saturated or refused. Reduction modulo 2^64 is linear, so whatever exponents a server chooses, the sum of the
 words depends only on the sum of the integers. Saturation is not linear: with a well-chosen exponent, the sum
-would reveal the client with the smallest values. Nor may a client report that its values do not fit, since that would
-give whoever chose the exponent one bit of information about its data.
+would reveal the client with the smallest values. A client may not report that its values do not fit either, because the
+report would give whoever chose the exponent one bit of information about the client's data.
 
 Instead, every row has two check words, which are linear too. With s_i the integers before their reduction, p = 2^31 - 1
 and r a fixed public vector of 15-bit integers, a client's check word is
@@ -19,9 +19,9 @@ and r a fixed public vector of 15-bit integers, a client's check word is
 
 Modulo p, the sum of these words is the sum of r_i times the true sums. If a sum of s_i leaves [-2^63, 2^63), element i
 of the opened row is wrong by m_i 2^64, and the row does not match unless p divides sum_i r_i m_i. That never happens if
-one element wrapped around, and happens with probability 2^-30 if several did. u hides the quotient by p, which is not a
-function of the sum. r is fixed, since it only guards against accidents: a client that wants to corrupt a sum can
-do so anyway.
+only one element wrapped around, and happens with probability 2^-30 if several did. u hides the quotient by p, which is
+not a function of the sum. r is fixed, because it only guards against accidents: a client that wants to corrupt a sum
+can do so anyway.
 """
 
 import math
@@ -44,17 +44,17 @@ Floats = npt.NDArray[np.float64]
 HEADROOM = 8
 """Bits between the largest magnitude seen so far and the largest that fits."""
 
-LOWEST, HIGHEST = -32, 96
+MIN_EXPONENT, MAX_EXPONENT = -32, 96
 """The range of exponents that clients accept."""
 
-LARGEST = 2.0**512
+MAX_MAGNITUDE = 2.0**512
 """The largest magnitude allowed in a client's mean, which still fits in a float64 after scaling."""
 
 CHECKS = 2
 """The number of check words per row."""
 
 PRIME = 2**31 - 1
-PIECE = 2**14  # number of values processed at a time, small enough to fit in the cache
+PIECE_SIZE = 2**14  # number of values processed at a time, small enough to fit in the cache
 
 
 def exponent(largest: float) -> int:
@@ -83,19 +83,19 @@ def scale(values: Floats, bits: int) -> Floats:
     return np.asarray(np.rint(np.ldexp(values, bits)))
 
 
-def fits(integers: Floats) -> bool:
-    """Return whether reduction leaves all integers unchanged."""
+def in_range(integers: Floats) -> bool:
+    """Return whether all integers are in [-2^63, 2^63), so that reduction does not change them."""
     return bool(np.abs(integers).max(initial=0.0) < 2.0**63)
 
 
-def reduce(integers: Floats, small: bool | None = None) -> Words:
-    """Reduce integers, stored as float64, modulo 2^64; `small` is `fits(integers)`, if known."""
-    if fits(integers) if small is None else small:
+def reduce(integers: Floats, unchanged: bool | None = None) -> Words:
+    """Reduce integers, stored as float64, modulo 2^64; `unchanged` is `in_range(integers)`, if known."""
+    if in_range(integers) if unchanged is None else unchanged:
         return integers.astype(np.int64).view(np.uint64)
-    rest = np.fmod(integers, 2.0**64)  # exact, as are the next two lines: their results fit in a float64
-    rest = np.where(rest >= 2.0**63, rest - 2.0**64, rest)
-    rest = np.where(rest < -(2.0**63), rest + 2.0**64, rest)
-    return rest.astype(np.int64).view(np.uint64)
+    remainder = np.fmod(integers, 2.0**64)  # exact, as are the next two lines: their results fit in a float64
+    remainder = np.where(remainder >= 2.0**63, remainder - 2.0**64, remainder)
+    remainder = np.where(remainder < -(2.0**63), remainder + 2.0**64, remainder)
+    return remainder.astype(np.int64).view(np.uint64)
 
 
 def encode(values: npt.ArrayLike, bits: int) -> Words:
@@ -128,10 +128,10 @@ def encode_rows(values: Floats, sizes: Sequence[int], bits: Sequence[int], n: in
     for piece in _pieces(tuple(sizes)):
         integers = values[piece.span] * np.repeat(scales[piece.rows], piece.counts)
         np.rint(integers, out=integers)
-        small = fits(integers)
-        words[piece.span] = reduced = reduce(integers, small)
+        unchanged = in_range(integers)
+        words[piece.span] = reduced = reduce(integers, unchanged)
         if checks:
-            hashes.add(piece, _residues(reduced) if small else np.fmod(integers, float(PRIME)).astype(np.int64))
+            hashes.add(piece, _residues(reduced) if unchanged else np.fmod(integers, float(PRIME)).astype(np.int64))
     if checks:
         words[len(values) :] = hashes.values() + np.uint64(PRIME) * _quotients(CHECKS * len(sizes), n)
     return words
@@ -147,8 +147,8 @@ def wrapped_rows(total: Words, sizes: Sequence[int]) -> list[int]:
     hashes, end = _Hashes(sizes), sum(sizes)
     for piece in _pieces(tuple(sizes)):
         hashes.add(piece, _residues(total[piece.span]))
-    differ = hashes.values() != total[end : end + CHECKS * len(sizes)] % np.uint64(PRIME)
-    return np.flatnonzero(differ.reshape(-1, CHECKS).any(1)).tolist()
+    mismatches = hashes.values() != total[end : end + CHECKS * len(sizes)] % np.uint64(PRIME)
+    return np.flatnonzero(mismatches.reshape(-1, CHECKS).any(1)).tolist()
 
 
 class _Piece(NamedTuple):
@@ -162,13 +162,13 @@ class _Piece(NamedTuple):
 
 @lru_cache(maxsize=16)
 def _pieces(sizes: tuple[int, ...]) -> tuple[_Piece, ...]:
-    """Divide all values into pieces that fit in the cache; empty rows are left out."""
+    """Divide all values into pieces that fit in the cache; empty rows are omitted."""
     ends, result = np.cumsum(np.array(sizes, np.int64)), []
     total = int(ends[-1]) if sizes else 0
-    for start in range(0, total, PIECE):
-        stop = min(start + PIECE, total)
-        inside = np.clip(ends, start, stop)
-        counts = np.diff(inside, prepend=start)
+    for start in range(0, total, PIECE_SIZE):
+        stop = min(start + PIECE_SIZE, total)
+        clipped_ends = np.clip(ends, start, stop)
+        counts = np.diff(clipped_ends, prepend=start)
         rows = np.flatnonzero(counts)
         starts = np.cumsum(counts[rows]) - counts[rows]
         result.append(_Piece(slice(start, stop), rows, counts[rows], starts))
@@ -176,16 +176,16 @@ def _pieces(sizes: tuple[int, ...]) -> tuple[_Piece, ...]:
 
 
 class _Hashes:
-    """Accumulates sum_i r_i s_i mod p for each row and each vector r, from residues added piece by piece."""
+    """The sums of r_i s_i mod p over i, for each row and each vector r, accumulated piece by piece."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         total = max(sum(sizes), 1)
-        self._drawn = _coefficients(1 << (total - 1).bit_length())
+        self._vectors = _coefficients(1 << (total - 1).bit_length())
         self._sums = np.zeros((CHECKS, len(sizes)), np.int64)
 
     def add(self, piece: _Piece, residues: Integers) -> None:
         """Add the products of one piece; each has 48 bits and is folded, so that their sum stays below 2^63."""
-        for sums, row in zip(self._sums, self._drawn[:, piece.span], strict=True):
+        for sums, row in zip(self._sums, self._vectors[:, piece.span], strict=True):
             products = row * residues
             sums[piece.rows] += np.add.reduceat((products & PRIME) + (products >> 31), piece.starts)
 
@@ -202,8 +202,8 @@ def _residues(words: Words) -> Integers:
 
 def _quotients(count: int, n: int) -> Words:
     """Draw integers u such that the sum of n check words stays below 2^64."""
-    drawn = np.frombuffer(secrets.token_bytes(4 * count), np.uint32).astype(np.uint64)
-    return drawn >> np.uint64((n - 1).bit_length())
+    words = np.frombuffer(secrets.token_bytes(4 * count), np.uint32).astype(np.uint64)
+    return words >> np.uint64((n - 1).bit_length())
 
 
 @lru_cache(maxsize=32)

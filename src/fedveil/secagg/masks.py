@@ -36,13 +36,13 @@ from fedveil.errors import Aborted, BadArgument
 from fedveil.secagg.fixed import Words
 
 LABEL = "fedveil secagg 1"
-SEED = 32  # size of a seed in bytes
+SEED_SIZE = 32  # size of a seed in bytes
 PRIME = 2**521 - 1  # size of the field of shares
-WIDTH = 66  # size of a share in bytes
-NONCE, TAG = 12, 16
-SEALED = NONCE + WIDTH + TAG  # size of an encrypted share in bytes
-PIECE = 2**15  # number of words processed at a time: they and their stream fit in the cache
-ZEROS = memoryview(bytes(8 * PIECE))
+SHARE_SIZE = 66  # size of a share in bytes
+NONCE_SIZE, TAG_SIZE = 12, 16
+SEALED_SIZE = NONCE_SIZE + SHARE_SIZE + TAG_SIZE  # size of an encrypted share in bytes
+PIECE_SIZE = 2**15  # number of words processed at a time: they and their stream fit in the cache
+ZEROS = memoryview(bytes(8 * PIECE_SIZE))
 WORD = np.dtype("<u8")
 
 Fill = Callable[[int], Words]
@@ -50,7 +50,7 @@ Seeds = Iterable[bytes]
 
 
 def fields(*parts: bytes | str | int) -> bytes:
-    """Encode fields as bytes, each preceded by its length, so that different lists of fields give different bytes."""
+    """Encode fields as bytes, each preceded by its length, so that different lists of fields yield different bytes."""
     result = b""
     for part in parts:
         raw = part if isinstance(part, bytes) else str(part).encode()
@@ -60,7 +60,7 @@ def fields(*parts: bytes | str | int) -> bytes:
 
 def derive(secret: bytes, salt: bytes, *info: bytes | str | int) -> bytes:
     """Derive 32 bytes from a secret, different for each salt and info."""
-    return HKDF(SHA256(), SEED, salt, fields(LABEL, *info)).derive(secret)
+    return HKDF(SHA256(), SEED_SIZE, salt, fields(LABEL, *info)).derive(secret)
 
 
 def agree(private: X25519PrivateKey, public: bytes) -> bytes:
@@ -80,9 +80,9 @@ def is_valid_key(key: bytes) -> bool:
     return True
 
 
-def pair_seed(pair: bytes, context: bytes, one: str, other: str) -> bytes:
+def pair_seed(pair: bytes, context: bytes, name: str, other_name: str) -> bytes:
     """Return the seed of the mask that two members share."""
-    return derive(pair, context, "mask", *sorted((one, other)))
+    return derive(pair, context, "mask", *sorted((name, other_name)))
 
 
 def share_key(pair: bytes, context: bytes, sender: str, receiver: str) -> bytes:
@@ -97,25 +97,25 @@ def share_label(context: bytes, sender: str, receiver: str) -> bytes:
 
 def seal(share: bytes, pair: bytes, context: bytes, sender: str, receiver: str) -> bytes:
     """Encrypt a share from one member to another in one attempt."""
-    nonce = os.urandom(NONCE)  # the key is used only once; a random nonce is safe even if a disk is restored
+    nonce = os.urandom(NONCE_SIZE)  # the key is used only once; a random nonce is safe even if a disk is restored
     key = AESGCM(share_key(pair, context, sender, receiver))
     return nonce + key.encrypt(nonce, share, share_label(context, sender, receiver))
 
 
 def unseal(sealed: bytes, pair: bytes, context: bytes, sender: str, receiver: str) -> bytes | None:
     """Decrypt a share; return None if it was not encrypted by this sender for this receiver in this attempt."""
-    if len(sealed) != SEALED:
+    if len(sealed) != SEALED_SIZE:
         return None
     key = AESGCM(share_key(pair, context, sender, receiver))
     try:
-        return key.decrypt(sealed[:NONCE], sealed[NONCE:], share_label(context, sender, receiver))
+        return key.decrypt(sealed[:NONCE_SIZE], sealed[NONCE_SIZE:], share_label(context, sender, receiver))
     except InvalidTag:
         return None
 
 
 def new_seed() -> bytes:
     """Draw a seed from the operating system's entropy."""
-    return os.urandom(SEED)
+    return os.urandom(SEED_SIZE)
 
 
 def commitment(seed: bytes, context: bytes) -> bytes:
@@ -135,13 +135,13 @@ def split(
 
     Args:
         secret: an element of GF(prime).
-        t: number of shares needed to recover it.
+        t: number of shares needed to recover the secret.
         n: number of shares.
         prime: size of the field, greater than n.
         draw: function that returns a uniform random integer below its argument.
     """
     if not 1 <= t <= n < prime or not 0 <= secret < prime:
-        raise BadArgument("split", f"t must be between 1 and n, and n and the secret below the prime, got t={t}, n={n}")
+        raise BadArgument("split", f"t must be from 1 to n, and n and the secret below the prime, got t={t}, n={n}")
     coefficients = [secret, *(draw(prime) for _ in range(t - 1))]
     return [_evaluate(coefficients, x, prime) for x in range(1, n + 1)]
 
@@ -156,9 +156,10 @@ def _evaluate(coefficients: list[int], x: int, prime: int) -> int:
 @lru_cache(maxsize=64)
 def weights(points: tuple[int, ...], prime: int = PRIME) -> tuple[int, ...]:
     """Return the weights of the shares at these points: the values of the Lagrange polynomials at 0."""
-    others = {point: [other for other in points if other != point] for point in points}
-    below = [math.prod(other - point for other in others[point]) for point in points]
-    return tuple([math.prod(others[point]) * pow(b, -1, prime) % prime for point, b in zip(points, below, strict=True)])
+    others = {point: [other_point for other_point in points if other_point != point] for point in points}
+    denominators = [math.prod(other_point - point for other_point in others[point]) for point in points]
+    pairs = zip(points, denominators, strict=True)
+    return tuple([math.prod(others[point]) * pow(value, -1, prime) % prime for point, value in pairs])
 
 
 def join(shares: Mapping[int, int], *, prime: int = PRIME) -> int:
@@ -168,7 +169,7 @@ def join(shares: Mapping[int, int], *, prime: int = PRIME) -> int:
 
 def split_seed(seed: bytes, t: int, n: int) -> list[bytes]:
     """Split a 32-byte seed into shares at the points 1 .. n."""
-    return [share.to_bytes(WIDTH, "big") for share in split(int.from_bytes(seed, "big"), t, n)]
+    return [share.to_bytes(SHARE_SIZE, "big") for share in split(int.from_bytes(seed, "big"), t, n)]
 
 
 def join_seed(shares: Mapping[int, bytes]) -> bytes:
@@ -176,14 +177,14 @@ def join_seed(shares: Mapping[int, bytes]) -> bytes:
     if not all(is_field_element(share) for share in shares.values()):
         raise Aborted("share", "join_seed", "a share is not an element of the field")
     secret = join({point: int.from_bytes(share, "big") for point, share in shares.items()})
-    if secret >= 2 ** (8 * SEED):
+    if secret >= 2 ** (8 * SEED_SIZE):
         raise Aborted("share", "join_seed", "the shares do not belong to one seed: at least one of them is wrong")
-    return secret.to_bytes(SEED, "big")
+    return secret.to_bytes(SEED_SIZE, "big")
 
 
 def is_field_element(share: bytes) -> bool:
     """Return whether bytes are the canonical encoding of a field element."""
-    return len(share) == WIDTH and int.from_bytes(share, "big") < PRIME
+    return len(share) == SHARE_SIZE and int.from_bytes(share, "big") < PRIME
 
 
 def keystream(seed: bytes, buffer: bytearray) -> Fill:
@@ -201,7 +202,7 @@ def keystream(seed: bytes, buffer: bytearray) -> Fill:
 def add_streams(
     start: Words, plus: Seeds = (), minus: Seeds = (), vectors: Sequence[Words] = (), out: Words | None = None
 ) -> Words:
-    """Add the streams of some seeds to a vector, subtract those of others, and add further vectors, modulo 2^64.
+    """Add streams and further vectors to a vector, and subtract other streams, modulo 2^64.
 
     Args:
         start: the vector; not modified.
@@ -210,15 +211,15 @@ def add_streams(
         vectors: further vectors to add.
         out: buffer for the result; a new vector by default.
     """
-    buffer = bytearray(8 * min(PIECE, start.size) + 16)
+    buffer = bytearray(8 * min(PIECE_SIZE, start.size) + 16)
     signs = [(np.add, plus), (np.subtract, minus)]
     streams = [(combine, keystream(seed, buffer)) for combine, seeds in signs for seed in seeds]
     total = np.empty(start.size, np.uint64) if out is None else out
-    for at in range(0, start.size, PIECE):
-        piece = total[at : at + PIECE]
-        partial = start[at : at + PIECE]
+    for offset in range(0, start.size, PIECE_SIZE):
+        piece = total[offset : offset + PIECE_SIZE]
+        partial = start[offset : offset + PIECE_SIZE]
         for words in vectors:
-            partial = np.add(partial, words[at : at + PIECE], out=piece)
+            partial = np.add(partial, words[offset : offset + PIECE_SIZE], out=piece)
         for combine, fill in streams:
             partial = combine(partial, fill(piece.size), out=piece)
         if partial is not piece:  # there was nothing to add
@@ -236,8 +237,8 @@ def mask(words: Words, self_seed: bytes, index: int, pairs: Mapping[int, bytes],
         pairs: s_kj, keyed by j.
         out: buffer for y_k; a new vector by default.
     """
-    plus = [self_seed, *(seed for other, seed in pairs.items() if other > index)]
-    return add_streams(words, plus, [seed for other, seed in pairs.items() if other < index], out=out)
+    plus = [self_seed, *(seed for member, seed in pairs.items() if member > index)]
+    return add_streams(words, plus, [seed for member, seed in pairs.items() if member < index], out=out)
 
 
 def unmask(uploads: Sequence[Words], self_seeds: Seeds, pairs: Mapping[tuple[int, int], bytes]) -> Words:

@@ -6,11 +6,11 @@ has already answered. A run's counters only grow, even when its key is replaced.
 
 Keys expire. A key is replaced after a number of rounds or hours (`Policy`), and an expired key is removed, but the
 counters of its run are kept. A run that has ended leaves a tombstone: its name is never accepted again. The table of
-runs is bounded; when it is full, new runs are refused rather than old ones forgotten.
+runs is bounded; when it is full, new runs are refused, and old runs are not forgotten.
 
-Unlike in the published protocol, the memory also holds the attempt in progress (shares, remaining members), since a
-client may be a new process for every message. Only one process may use it at a time: two could be shown different
-lists of members.
+Unlike in the published protocol, the memory also contains the attempt in progress (shares, remaining members), because
+a client may be a new process for every message. Only one process may use the memory at a time; otherwise, a server
+could show different lists of members to two processes of a client.
 """
 
 import contextlib
@@ -28,13 +28,13 @@ from pydantic import BeforeValidator, PlainSerializer, TypeAdapter
 
 from fedveil.errors import Aborted, BadArgument
 from fedveil.files import OWNER, convert_os_errors, write_atomically
-from fedveil.secagg.identity import KEY, SecretHolder, read_private_file
-from fedveil.secagg.masks import WIDTH
-from fedveil.secagg.messages import HASH
+from fedveil.secagg.identity import KEY_SIZE, SecretHolder, read_private_file
+from fedveil.secagg.masks import SHARE_SIZE
+from fedveil.secagg.messages import HASH_SIZE
 
 MAX_RUNS = 1024  # maximum number of runs in a memory, including tombstones
 MAX_SUMS = 1000  # maximum number of opened sums whose subject and members are stored
-SHORT = 16  # size of a stored digest in bytes
+SHORT_DIGEST = 16  # size of a stored digest in bytes
 
 
 def _hex_field(*sizes: int) -> BeforeValidator:
@@ -50,10 +50,10 @@ def _hex_field(*sizes: int) -> BeforeValidator:
 
 
 HEX = PlainSerializer(bytes.hex)
-Hash = Annotated[bytes, _hex_field(HASH), HEX]
-Key = Annotated[bytes, _hex_field(KEY), HEX]
-RemovableKey = Annotated[bytes, _hex_field(0, KEY), HEX]
-Share = Annotated[bytes, _hex_field(WIDTH), HEX]
+Hash = Annotated[bytes, _hex_field(HASH_SIZE), HEX]
+Key = Annotated[bytes, _hex_field(KEY_SIZE), HEX]
+RemovableKey = Annotated[bytes, _hex_field(0, KEY_SIZE), HEX]
+Share = Annotated[bytes, _hex_field(SHARE_SIZE), HEX]
 
 
 @dataclass(repr=False)
@@ -65,10 +65,10 @@ class Current:
         round: round of the federation.
         subject: digest of the sum's subject: the broadcast, and which records take part.
         names: the names of all members of the attempt, in the order of its roster.
-        keys: their X25519 keys.
+        keys: the X25519 keys of these members.
         own: the client's share of its own seed.
-        step: the last step of settling that the client answered; -1 before the first.
-        members: the members that the client agreed to last; all members before the first step.
+        step: the last step of settling that the client answered; -1 before the first step.
+        members: the members that the client last agreed to; all members before the first step.
         shares: the shares that were dealt to the client, keyed by dealer.
         least: the minimum number of members in the sum.
     """
@@ -146,13 +146,14 @@ class State:
         """Return the digests of the lists of members over which sums on a subject were opened."""
         if subject not in self.opened:  # the usual case, and much faster than the search below
             return []
-        starts = range(0, len(self.opened), 4 * SHORT)  # two digests in hex
-        return [self.opened[at:][2 * SHORT : 4 * SHORT] for at in starts if self.opened.startswith(subject, at)]
+        size = 2 * SHORT_DIGEST  # in hex
+        starts = range(0, len(self.opened), 2 * size)
+        return [self.opened[start:][size : 2 * size] for start in starts if self.opened.startswith(subject, start)]
 
     def remember_sum(self, subject: str, members: str) -> None:
-        """Remember an opened sum; beyond the limit, the oldest is forgotten."""
+        """Remember an opened sum; beyond the limit, the oldest sum is forgotten."""
         if members not in self.opened_members(subject):
-            self.opened = (self.opened + subject + members)[-4 * SHORT * MAX_SUMS :]
+            self.opened = (self.opened + subject + members)[-4 * SHORT_DIGEST * MAX_SUMS :]
 
     def end(self, run: str) -> None:
         """Forget a run's key, and never accept the run again."""
@@ -174,18 +175,18 @@ class State:
 
 def short_digest(data: bytes) -> str:
     """Return a shortened digest in hex, as stored in the memory."""
-    return hashlib.sha256(data).digest()[:SHORT].hex()
+    return hashlib.sha256(data).digest()[:SHORT_DIGEST].hex()
 
 
 class Turn(NamedTuple):
-    """Access to the memory during one call. Changes take effect when they are written, to disk if there is a file."""
+    """Access to the memory during one call. Changes take effect when they are written (to the file, if any)."""
 
     state: State
     write: Callable[[], None]
 
 
 class Memory(SecretHolder):
-    """A client's memory, stored in a file that only its owner can read or in this process. Its repr reveals nothing.
+    """A client's memory, stored in this process or in a file that only its owner can read. Its repr reveals nothing.
 
     Args:
         path: path of the file; without a file, the memory, and with it the key, is lost when the process ends.
@@ -208,7 +209,7 @@ class Memory(SecretHolder):
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[Turn]:
-        """Lock the memory for one call; unwritten changes are lost. Abort if it is in use elsewhere."""
+        """Lock the memory for one call; unwritten changes are lost. Abort if the memory is in use."""
         release = self._acquire()
         try:
             state = _from_text(str(self._path or "memory"), self._load_text())
@@ -254,7 +255,7 @@ def _from_text(where: str, text: str) -> State:
         return State()
     try:
         state = _adapter().validate_json(text)
-        if _to_text(state) != text or len(bytes.fromhex(state.opened)) % (2 * SHORT):
+        if _to_text(state) != text or len(bytes.fromhex(state.opened)) % (2 * SHORT_DIGEST):
             raise ValueError  # a missing counter must not be set to its default
     except (ValueError, TypeError):  # not chained: pydantic's errors quote values, which are secret here
         fix = "remove it; the client then generates a new key"

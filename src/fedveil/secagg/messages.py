@@ -14,18 +14,18 @@ from functools import lru_cache
 import numpy as np
 
 from fedveil.errors import BadArgument
-from fedveil.secagg.fixed import CHECKS, HIGHEST, LOWEST, Words
-from fedveil.secagg.identity import KEY, SIGNATURE, JsonObject, check_member_name
-from fedveil.secagg.masks import LABEL, SEALED, SEED, WIDTH, WORD, fields
+from fedveil.secagg.fixed import CHECKS, MAX_EXPONENT, MIN_EXPONENT, Words
+from fedveil.secagg.identity import KEY_SIZE, SIGNATURE_SIZE, JsonObject, check_member_name
+from fedveil.secagg.masks import LABEL, SEALED_SIZE, SEED_SIZE, SHARE_SIZE, WORD, fields
 
 FORMAT = 2
-HASH = 32
+HASH_SIZE = 32
 MAX_HEAD = 2**20
 MAX_RUN_NAME = 200
 MAX_MEMBERS = 10_000
 MAX_COUNT = 2**53  # bound on rounds, attempts and steps; JSON parsers represent them exactly
 MAX_WORDS = 2**36
-HEAD = 2  # words before the rows: the constant 1, and the client's number of records
+HEAD_WORDS = 2  # words before the rows: the constant 1, and the client's number of records
 
 
 @dataclass(frozen=True)
@@ -55,18 +55,18 @@ class Hello:
         """Parse the result of `values`; raise BadArgument for anything else."""
         result = _Fields("hello", values)
         run, name = check_run_name("hello", result.get("run")), check_member_name("hello", result.get("name"))
-        return cls(run, name, result.raw("key", KEY), result.raw("signature", SIGNATURE))
+        return cls(run, name, result.raw("key", KEY_SIZE), result.raw("signature", SIGNATURE_SIZE))
 
 
 @dataclass(frozen=True)
 class Opening:
-    """The part of M1 that concerns secure aggregation: who takes part, in which attempt of which round.
+    """The part of M1 that concerns secure aggregation: the members, the round and the attempt.
 
     Attributes:
         run: the run to which all the M0s belong.
         round: round of the federation.
         attempt: number of the attempt, strictly increasing over a run.
-        roster: the M0s of the members that take part; a member's index is its position here.
+        roster: the M0s of the members that take part; a member's index is its position in this tuple.
         exponents: fixed-point exponent of each row.
         rows: number of values in each row.
         checks: whether check words follow the rows.
@@ -83,7 +83,7 @@ class Opening:
     @property
     def size(self) -> int:
         """The number of words that a client sends."""
-        return HEAD + sum(self.rows) + (CHECKS * len(self.rows) if self.checks else 0)
+        return HEAD_WORDS + sum(self.rows) + (CHECKS * len(self.rows) if self.checks else 0)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -92,8 +92,8 @@ class Opening:
 
     def values(self) -> JsonObject:
         """Return the fields as JSON values, to be sent in another message."""
-        rest = {"exponents": list(self.exponents), "rows": list(self.rows)}
-        return vars(self) | rest | {"roster": [hello.values() for hello in self.roster]}
+        lists = {"exponents": list(self.exponents), "rows": list(self.rows)}
+        return vars(self) | lists | {"roster": [hello.values() for hello in self.roster]}
 
     @classmethod
     def from_values(cls, values: object) -> "Opening":
@@ -102,7 +102,7 @@ class Opening:
         roster, checks = result.get("roster"), result.get("checks")
         if type(roster) is not list or not 0 < len(roster) <= MAX_MEMBERS:
             raise BadArgument("opening", f"its roster must be a list of 1 to {MAX_MEMBERS:,} members")
-        exponents = result.integers("exponents", LOWEST, HIGHEST)
+        exponents = result.integers("exponents", MIN_EXPONENT, MAX_EXPONENT)
         rows = result.integers("rows", 0, MAX_WORDS)
         if len(rows) != len(exponents) or sum(rows) > MAX_WORDS or type(checks) is not bool:
             raise BadArgument("opening", "its rows, exponents and checks are inconsistent")
@@ -118,8 +118,8 @@ def context(opening: Opening, digest: bytes) -> bytes:
     The published protocol uses only H. Including the opening ensures that clients with different rosters have nothing
     in common, even if the bytes that the caller hashed did not contain the roster.
     """
-    if type(digest) is not bytes or len(digest) != HASH:
-        raise BadArgument("digest", f"it must be a SHA-256 digest of {HASH} bytes")
+    if type(digest) is not bytes or len(digest) != HASH_SIZE:
+        raise BadArgument("digest", f"it must be a SHA-256 digest of {HASH_SIZE} bytes")
     text = json.dumps(opening.values(), sort_keys=True)
     return hashlib.sha256(fields(LABEL, "context", text, digest)).digest()
 
@@ -130,7 +130,8 @@ class Upload:
 
     Attributes:
         context: context of the attempt.
-        commitments: in the order of the roster, to pair seeds and, at the client's own index, to the self seed.
+        commitments: hashes of the pair seeds and, at the client's own index, of the self seed, in the order of the
+            roster.
         hashes: hashes of the shares, in the order of the roster.
         sealed: encrypted shares in the order of the roster, without the client's own.
         words: the masked words, y_k.
@@ -150,11 +151,11 @@ class Upload:
     @classmethod
     def from_bytes(cls, data: bytes, members: int, size: int) -> "Upload":
         """Decode an upload of `size` words for a roster with this number of members."""
-        head, body = unpack(data, "upload", 8 * size + 2 * members * HASH + (members - 1) * SEALED)
+        head, body = unpack(data, "upload", 8 * size + 2 * members * HASH_SIZE + (members - 1) * SEALED_SIZE)
         words = np.frombuffer(body[: 8 * size], WORD).astype(np.uint64, copy=False)
-        rest, block = body[8 * size :], members * HASH
-        hashes = _split(rest[:block], HASH), _split(rest[block : 2 * block], HASH)
-        return cls(head.raw("context", HASH), *hashes, _split(rest[2 * block :], SEALED), words)
+        remaining_bytes, block = body[8 * size :], members * HASH_SIZE
+        hashes = _split(remaining_bytes[:block], HASH_SIZE), _split(remaining_bytes[block : 2 * block], HASH_SIZE)
+        return cls(head.raw("context", HASH_SIZE), *hashes, _split(remaining_bytes[2 * block :], SEALED_SIZE), words)
 
 
 @dataclass(frozen=True)
@@ -192,9 +193,15 @@ def pack_dealt(sealed: Iterable[bytes], hashes: Iterable[bytes]) -> bytes:
 
 
 def unpack_dealt(data: bytes, count: int) -> list[tuple[bytes, bytes]]:
-    """Decode the encrypted shares of `count` dealers, each with its hash."""
-    _, body = unpack(data, "sealed", count * (SEALED + HASH))
-    return list(zip(_split(body[: count * SEALED], SEALED), _split(body[count * SEALED :], HASH), strict=True))
+    """Decode the encrypted shares of `count` dealers, each share with its hash."""
+    _, body = unpack(data, "sealed", count * (SEALED_SIZE + HASH_SIZE))
+    return list(
+        zip(
+            _split(body[: count * SEALED_SIZE], SEALED_SIZE),
+            _split(body[count * SEALED_SIZE :], HASH_SIZE),
+            strict=True,
+        )
+    )
 
 
 @dataclass(frozen=True, repr=False)
@@ -203,7 +210,7 @@ class SettleReply:
 
     Attributes:
         context: context of the attempt.
-        step: the step of M3 that it answers.
+        step: the step of the M3 that this message answers.
         failed: dealers whose share the client cannot use.
         signature: signature of `Settle.signed_bytes`.
         seeds: seeds of the pairs with members that dropped out, in the order of the roster.
@@ -221,11 +228,11 @@ class SettleReply:
         return pack("settled", head, (self.signature, *self.seeds))
 
     @classmethod
-    def from_bytes(cls, data: bytes, outside: int) -> "SettleReply":
-        """Decode a reply with the seeds of `outside` members."""
-        head, body = unpack(data, "settled", SIGNATURE + outside * SEED)
-        result = head.raw("context", HASH), head.count("step"), head.names("failed")
-        return cls(*result, bytes(body[:SIGNATURE]), _split(body[SIGNATURE:], SEED))
+    def from_bytes(cls, data: bytes, num_dropped: int) -> "SettleReply":
+        """Decode a reply with the seeds of `num_dropped` members."""
+        head, body = unpack(data, "settled", SIGNATURE_SIZE + num_dropped * SEED_SIZE)
+        result = head.raw("context", HASH_SIZE), head.count("step"), head.names("failed")
+        return cls(*result, bytes(body[:SIGNATURE_SIZE]), _split(body[SIGNATURE_SIZE:], SEED_SIZE))
 
 
 @dataclass(frozen=True)
@@ -244,7 +251,7 @@ class Reveal:
     def from_bytes(cls, data: bytes) -> "Reveal":
         """Decode the message."""
         head, body = unpack(data, "reveal")
-        return cls(head.settle(), head.split_by_name("signers", body, SIGNATURE))
+        return cls(head.settle(), head.split_by_name("signers", body, SIGNATURE_SIZE))
 
 
 @dataclass(frozen=True, repr=False)
@@ -263,7 +270,7 @@ class RevealReply:
     def from_bytes(cls, data: bytes) -> "RevealReply":
         """Decode the message."""
         head, body = unpack(data, "revealed")
-        return cls(head.raw("context", HASH), head.split_by_name("dealers", body, WIDTH))
+        return cls(head.raw("context", HASH_SIZE), head.split_by_name("dealers", body, SHARE_SIZE))
 
 
 class _Fields:
@@ -275,7 +282,7 @@ class _Fields:
         self._kind, self._values = kind, values
 
     def get(self, name: str) -> object:
-        """Return the value of a field without a check; None if it is missing."""
+        """Return the value of a field without checking it; None if the field is missing."""
         return self._values.get(name)
 
     def raw(self, name: str, size: int) -> bytes:
@@ -289,14 +296,14 @@ class _Fields:
         """Return an integer of at least 0."""
         value = self.get(name)
         if type(value) is not int or not 0 <= value < MAX_COUNT:
-            raise BadArgument(self._kind, f"{name} must be an integer of at least 0")
+            raise BadArgument(self._kind, f"{name} must be a nonnegative integer")
         return value
 
-    def integers(self, name: str, least: int, most: int) -> tuple[int, ...]:
+    def integers(self, name: str, minimum: int, maximum: int) -> tuple[int, ...]:
         """Return integers between two bounds."""
         result = self.get(name)
-        if type(result) is not list or not all(type(value) is int and least <= value <= most for value in result):
-            raise BadArgument(self._kind, f"{name} must be a list of integers from {least} to {most:,}")
+        if type(result) is not list or not all(type(value) is int and minimum <= value <= maximum for value in result):
+            raise BadArgument(self._kind, f"{name} must be a list of integers from {minimum} to {maximum:,}")
         return tuple(result)
 
     def names(self, name: str) -> tuple[str, ...]:
@@ -310,13 +317,15 @@ class _Fields:
 
     def settle(self) -> Settle:
         """Return the fields of M3."""
-        return Settle(self.raw("context", HASH), self.count("step"), self.names("members"))
+        return Settle(self.raw("context", HASH_SIZE), self.count("step"), self.names("members"))
 
     def split_by_name(self, name: str, body: memoryview, size: int) -> dict[str, bytes]:
         """Split raw bytes into one block per name in a field."""
         names = self.names(name)
         if len(body) != size * len(names):
-            raise BadArgument(self._kind, f"it has {len(body)} bytes for {len(names)} {name}")
+            raise BadArgument(
+                self._kind, f"expected {size * len(names)} bytes for {len(names)} {name}, got {len(body)}"
+            )
         return dict(zip(names, _split(body, size), strict=True))
 
 
@@ -342,8 +351,8 @@ def unpack(data: bytes, kind: str, size: int | None = None) -> tuple[_Fields, me
         raise BadArgument(kind, "its head is not JSON", "send the bytes that Fedveil encoded") from None
     result = _Fields(kind, head)
     if (result.get("kind"), result.get("format")) != (kind, FORMAT):
-        what = f"it is a different kind of message, or not in format {FORMAT}"
-        raise BadArgument(kind, what, "install the same version of Fedveil everywhere")
+        problem = f"it is a different kind of message, or not in format {FORMAT}"
+        raise BadArgument(kind, problem, "install the same version of Fedveil everywhere")
     return result, memoryview(data)[start:]
 
 
@@ -356,4 +365,4 @@ def check_run_name(where: str, run: object) -> str:
 
 def _split(body: memoryview, size: int) -> tuple[bytes, ...]:
     raw = bytes(body)
-    return tuple([raw[at : at + size] for at in range(0, len(raw), size)])
+    return tuple([raw[start : start + size] for start in range(0, len(raw), size)])

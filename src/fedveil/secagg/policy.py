@@ -1,4 +1,4 @@
-"""A client's own policy: which server it answers, and what it refuses regardless of the request.
+"""A client's own policy: which server it answers, and which requests it refuses.
 
 It is a TOML file next to the client's identity, written by the site (`fedveil keys policy`); no message can change it.
 It prevents accidents and crude attacks. A server that changes the model slightly between two sums can evade it
@@ -12,9 +12,9 @@ from pathlib import Path
 from fedveil.checks import check_choice, check_count, check_range, is_number
 from fedveil.errors import BadArgument
 from fedveil.files import write_atomically
-from fedveil.secagg.identity import HEX, KEY, parse_toml, read_trusted_file
+from fedveil.secagg.identity import HEX, KEY_SIZE, parse_toml, read_trusted_file
 
-TEXT = """# This client's requirements for a server, and how often it answers. No server can change them.
+TEMPLATE = """# This client's requirements for a server, and how often it answers. No server can change them.
 
 # public key of the server that this client answers (`fedveil keys show` on the server prints it)
 server = "{server}"
@@ -105,14 +105,16 @@ class Policy:
     """A client's policy.
 
     Attributes:
-        server: public key of the only server that it answers; if None, it refuses secure aggregation.
+        server: public key of the only server that the client answers; if None, the client refuses secure aggregation.
         min_records: minimum number of records in an update: in the shard or the batch that the server asks for.
         min_members: minimum number of members in the roster of a sum.
-        colluders: number of other members that may collude with the server; rosters too small for this are refused.
-        max_sums_per_run: maximum number of sums that it helps to open in one run.
-        max_sums_per_day: maximum number of sums that it helps to open in a day, over all runs (UTC, by its own clock).
+        colluders: number of other members that may collude with the server; rosters that are too small for this number
+            are refused.
+        max_sums_per_run: maximum number of sums that the client helps to open in one run.
+        max_sums_per_day: maximum number of sums that the client helps to open in a day, over all runs (UTC, by its
+            clock).
         key_rounds: number of rounds after which a run's key is replaced.
-        key_hours: number of hours after which a run's key is replaced, by its own clock.
+        key_hours: number of hours, by the client's clock, after which a run's key is replaced.
         privacy: requirements for the privacy of each record, or None.
     """
 
@@ -127,8 +129,8 @@ class Policy:
     privacy: PrivacyLimits | None = None
 
     def __post_init__(self) -> None:
-        if self.server is not None and (type(self.server) is not bytes or len(self.server) != KEY):
-            raise BadArgument("Policy", f"server must be a public key of {KEY} bytes")
+        if self.server is not None and (type(self.server) is not bytes or len(self.server) != KEY_SIZE):
+            raise BadArgument("Policy", f"server must be a public key of {KEY_SIZE} bytes")
         for name in ("min_records", "max_sums_per_run", "max_sums_per_day", "key_rounds"):
             check_count("Policy", name, getattr(self, name))
         check_count("Policy", "min_members", self.min_members, 3)
@@ -140,15 +142,15 @@ class Policy:
     def read(cls, path: Path) -> "Policy":
         """Read a policy from a file that only its owner can change."""
         if not path.exists():
-            what = "there is no policy file, which specifies the server that this client answers"
-            raise BadArgument(str(path), what, "run fedveil keys policy KEY_FILE --server HEX")
+            problem = "there is no policy file to specify the server that this client answers"
+            raise BadArgument(str(path), problem, "run fedveil keys policy KEY_FILE --server HEX")
         result = parse_toml(path, read_trusted_file(path))
         for name in result:
             check_choice(str(path), "setting", name, [field.name for field in fields(cls)])
         server = result.get("server", "")
         if type(server) is not str or not HEX.fullmatch(server):
-            what = "server must be the server's public key, 64 hexadecimal digits"
-            raise BadArgument(str(path), what, "run fedveil keys policy KEY_FILE --server HEX")
+            problem = "server must be the server's public key, 64 hexadecimal digits"
+            raise BadArgument(str(path), problem, "run fedveil keys policy KEY_FILE --server HEX")
         try:
             privacy = PrivacyLimits.from_table(result["privacy"], path) if "privacy" in result else None
             return cls(**{**result, "server": bytes.fromhex(server), "privacy": privacy})
@@ -160,4 +162,4 @@ class Policy:
         if self.server is None:
             raise BadArgument("Policy", "it does not specify a server", "pass a public key: Policy(server=...)")
         values = {field.name: getattr(self, field.name) for field in fields(self)} | {"server": self.server.hex()}
-        return write_atomically(path, TEXT.format(**values), 0o644, new=True)
+        return write_atomically(path, TEMPLATE.format(**values), 0o644, new=True)

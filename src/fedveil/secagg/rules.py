@@ -76,8 +76,8 @@ def liars(n: int) -> int:
 def check_roster_size(n: int, policy: Policy) -> None:
     """Require a roster that is large enough for the client's policy."""
     if n < policy.min_members or colluders(n) < policy.colluders:
-        what = f"at least {policy.min_members} are needed, and enough to withstand {policy.colluders} colluders"
-        raise Aborted("few", "opening", f"{n} members are too few: {what}")
+        requirement = f"at least {policy.min_members} are needed, and enough to withstand {policy.colluders} colluders"
+        raise Aborted("few", "opening", f"{n} members are too few: {requirement}")
 
 
 def needs_new_key(run: RunMemory, policy: Policy, now: int) -> bool:
@@ -88,20 +88,20 @@ def needs_new_key(run: RunMemory, policy: Policy, now: int) -> bool:
 def check_budget(state: State, run: RunMemory, policy: Policy, day: int) -> None:
     """Require that the client's policy allows it to open another sum."""
     limits = (run.sums, policy.max_sums_per_run, "run"), (state.count_sums(day), policy.max_sums_per_day, "day")
-    for count, most, what in limits:
-        if count >= most:
-            raise Aborted("policy", "opening", f"this client opens at most {most:,} sums per {what}")
+    for count, maximum, period in limits:
+        if count >= maximum:
+            raise Aborted("policy", "opening", f"this client opens at most {maximum:,} sums per {period}")
 
 
 def check_same_members(state: State, subject: str, members: str) -> None:
-    """Refuse a second sum on the same broadcast over other members: the difference would expose those left out."""
-    if any(over != members for over in state.opened_members(subject)):
-        what = "this client has opened a sum on the same broadcast over other members"
-        raise Aborted("repeat", "reveal", what, "continue with the same members, or with another model")
+    """Refuse a second sum on the same broadcast over other members: their difference would expose other members."""
+    if any(digest != members for digest in state.opened_members(subject)):
+        problem = "this client has opened a sum on the same broadcast over other members"
+        raise Aborted("repeat", "reveal", problem, "continue with the same members, or with another model")
 
 
 def check_roster(opening: Opening, roster: Roster, verified: set[Hello]) -> None:
-    """Require each member to be in the client's own roster, once, with a key that it signed for this run."""
+    """Require each member to be in the client's own roster, once, with a key that the member signed for this run."""
     keys = {hello.key for hello in opening.roster}
     if not len(set(opening.names)) == len(keys) == len(opening.roster):
         raise Aborted("roster", "opening", "it lists a member or a key twice")
@@ -132,9 +132,11 @@ def check_attempt(run: RunMemory, opening: Opening) -> None:
 
 
 def check_round(run: RunMemory, opening: Opening) -> None:
-    """Require a round that is not earlier than the last one and was not revealed: each round opens at most one sum."""
+    """Require a round that is not revealed yet and not earlier than the previous one: a round opens at most one sum."""
     if opening.round <= run.revealed:
-        raise Aborted("round", "opening", f"round {opening.round} is not later than the last revealed, {run.revealed}")
+        raise Aborted(
+            "round", "opening", f"round {opening.round} is not later than round {run.revealed}, the last revealed"
+        )
     if opening.round < run.round:
         raise Aborted("round", "opening", f"round {opening.round} is earlier than the previous one, {run.round}")
 
@@ -158,19 +160,21 @@ def check_survivors(current: Current, members: Collection[str], name: str) -> No
     if name not in members:
         raise Aborted("members", "settle", "it does not include this client")
     n = len(current.names)
-    least = max(threshold(n), current.least)
-    if len(members) < least:
-        raise Aborted("few", "settle", f"{len(members)} of {n} members remain: at least {least} are needed")
+    minimum = max(threshold(n), current.least)
+    if len(members) < minimum:
+        raise Aborted("few", "settle", f"{len(members)} of {n} members remain: at least {minimum} are needed")
 
 
 def check_agreement(current: Current, reveal: Reveal, roster: Roster, name: str) -> None:
     """Require that at least t members, this client included, have signed the list that it signed last."""
     if (reveal.settle.step, reveal.settle.members) != (current.step, current.members):
         raise Aborted("members", "reveal", "its members are not those that this client last agreed to")
-    text, least = reveal.settle.signed_bytes(), threshold(len(current.names))
-    good = 1  # its own signature need not be checked
-    for other in current.members:
-        if other != name and other in reveal.signatures and good < least:
-            good += roster.verifies(other, reveal.signatures[other], text)
-    if good < least:
-        raise Aborted("signatures", "reveal", f"{good} members have signed it: at least {least} are needed")
+    signed_bytes, minimum = reveal.settle.signed_bytes(), threshold(len(current.names))
+    num_valid = 1  # this client's own signature, which need not be checked
+    for signer in current.members:
+        if signer != name and signer in reveal.signatures and num_valid < minimum:
+            num_valid += roster.verifies(signer, reveal.signatures[signer], signed_bytes)
+    if num_valid < minimum:
+        raise Aborted(
+            "signatures", "reveal", f"{num_valid} members have signed the list: at least {minimum} are needed"
+        )

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedveil.graph.calls import Call, NoRule, Outcome, StateTensor, Traced, as_state, as_tensor, rule
+from fedveil.graph.calls import Call, NoRule, Operand, Outcome, StateTensor, as_state, as_tensor, rule
 from fedveil.graph.units import Symmetry, Units, align, split_first_dim
 
 
@@ -49,37 +49,39 @@ def _attach(weight: StateTensor, cell: Cell, rows: Units, columns: Units | None)
 
 
 def _step(
-    call: Call, cell: Cell, own: Parameters, inputs: Units, states: Sequence[Units | None]
+    call: Call, cell: Cell, parameters: Parameters, inputs: Units, states: Sequence[Units | None]
 ) -> tuple[Units, Units]:
     """Return the units of h and c. `states` are the units of the initial state, or None if it is zero."""
     ledger = call.ledger
-    size = own.w_ih.value.shape[0] // cell.gates
-    sign, order = ledger.create_scale([size], own.w_hh.name), ledger.create_order([size])
+    size = parameters.w_ih.value.shape[0] // cell.gates
+    sign, order = ledger.create_scale([size], parameters.w_hh.name), ledger.create_order([size])
     call.limit([sign], cell.symmetry, "its recurrent state lets no other factors through")
     c = Units((sign,), (order,))
     h = c
-    if own.w_hr is not None:
-        narrow = own.w_hr.value.shape[0]
-        h = Units((ledger.create_scale([narrow], own.w_hr.name),), (ledger.create_order([narrow]),))
+    if parameters.w_hr is not None:
+        projection_size = parameters.w_hr.value.shape[0]
+        h = Units(
+            (ledger.create_scale([projection_size], parameters.w_hr.name),), (ledger.create_order([projection_size]),)
+        )
         scale = (h.scale[0].unsqueeze(1), -sign.unsqueeze(0))
-        own.w_hr.attach(Units(scale, (h.order[0].unsqueeze(1), order.unsqueeze(0))))
+        parameters.w_hr.attach(Units(scale, (h.order[0].unsqueeze(1), order.unsqueeze(0))))
     gates = torch.zeros((cell.gates, size), dtype=torch.int64)
     gates[cell.state] = sign
     # all rows of a unit are permuted, but only those of the state gate change sign
     rows = Units((gates,), (order.expand(cell.gates, -1),))
-    for state, first in zip((h, c), states, strict=False):
-        if first is not None:
-            why = "its initial state carries different factors, or none"
-            ledger.reconcile_scale(state.scale, first.scale, call.where, why)
-            ledger.reconcile_order(state.order, frozenset({0}), first.order, frozenset({0}))
-    _attach(own.w_ih, cell, rows, inputs)
-    _attach(own.w_hh, cell, rows, h)
-    for bias in own.biases:
+    for state, initial in zip((h, c), states, strict=False):
+        if initial is not None:
+            reason = "its initial state carries different factors, or none"
+            ledger.reconcile_scale(state.scale, initial.scale, call.where, reason)
+            ledger.reconcile_order(state.order, frozenset({0}), initial.order, frozenset({0}))
+    _attach(parameters.w_ih, cell, rows, inputs)
+    _attach(parameters.w_hh, cell, rows, h)
+    for bias in parameters.biases:
         _attach(bias, cell, rows, None)
     return h, c
 
 
-def _features(call: Call, operand: Traced, layer: int | None = None) -> Units | None:
+def _features(call: Call, operand: Operand, layer: int | None = None) -> Units | None:
     """Return the units along the last dim, for one layer if the first dim indexes layers; None for a zero tensor."""
     if operand.zero:
         return None
@@ -103,17 +105,22 @@ def layers(call: Call) -> Outcome:
     directions, biases = 2 if call["bidirectional"] else 1, 2 if call["has_biases"] else 0
     tensors = [as_state(tensor) for tensor in call.sequence("params")]
     (count,) = call.integers("num_layers")
-    each = len(tensors) // (count * directions)  # number of parameters per layer and direction
+    num_tensors = len(tensors) // (count * directions)  # number of parameters per layer and direction
     inputs, ends = _features(call, x) or Units(), []
     for layer in range(count * directions):
-        own = tensors[layer * each : (layer + 1) * each]
-        parameters = Parameters(own[0], own[1], own[2 : 2 + biases], own[-1] if each > 2 + biases else None)
-        first = [_features(call, state, layer) for state in states]
-        ends.append(_step(call, CELLS[call.name], parameters, inputs, first))
+        layer_tensors = tensors[layer * num_tensors : (layer + 1) * num_tensors]
+        parameters = Parameters(
+            layer_tensors[0],
+            layer_tensors[1],
+            layer_tensors[2 : 2 + biases],
+            layer_tensors[-1] if num_tensors > 2 + biases else None,
+        )
+        initial = [_features(call, state, layer) for state in states]
+        ends.append(_step(call, CELLS[call.name], parameters, inputs, initial))
         if (layer + 1) % directions:
             continue
         outputs = [h for h, _ in ends[-directions:]]
-        inputs = outputs[0] if directions == 1 else _join(call, outputs, lambda given: torch.cat(list(given)))
+        inputs = outputs[0] if directions == 1 else _join(call, outputs, lambda factors: torch.cat(list(factors)))
         for factor in inputs.order:
             call.ledger.require_equal_counts(factor)
     rank = x.value.dim()
@@ -121,8 +128,8 @@ def layers(call: Call) -> Outcome:
     def stack(factors: Sequence[Tensor]) -> Tensor:
         return torch.stack(list(factors)).reshape([len(factors)] + [1] * (rank - 2) + [-1])
 
-    last = [_join(call, [end[kind] for end in ends], stack) for kind in range(len(states))]
-    return [inputs.map(lambda factor: align(factor, rank)), *last]
+    final_states = [_join(call, [end[kind] for end in ends], stack) for kind in range(len(states))]
+    return [inputs.map(lambda factor: align(factor, rank)), *final_states]
 
 
 @rule(*[f"{name}_cell" for name in CELLS])
@@ -130,9 +137,9 @@ def cell(call: Call) -> Outcome:
     """Apply one time step."""
     x, states = call.tensor("input"), [as_tensor(state) for state in call.sequence("hx")]
     biases = [bias for bias in (call.state("b_ih"), call.state("b_hh")) if bias is not None]
-    own = Parameters(as_state(call["w_ih"]), as_state(call["w_hh"]), biases)
-    first = [_features(call, state) for state in states]
+    parameters = Parameters(as_state(call["w_ih"]), as_state(call["w_hh"]), biases)
+    initial = [_features(call, state) for state in states]
     kind = call.name.removesuffix("_cell")
-    found = _step(call, CELLS[kind], own, _features(call, x) or Units(), first)
-    units = [part.map(lambda factor: align(factor, x.value.dim())) for part in found]
+    units_by_state = _step(call, CELLS[kind], parameters, _features(call, x) or Units(), initial)
+    units = [part.map(lambda factor: align(factor, x.value.dim())) for part in units_by_state]
     return units if kind == "lstm" else units[0]

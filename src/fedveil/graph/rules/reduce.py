@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fedveil.graph.calls import Activation, Call, NoRule, Outcome, StateTensor, Traced, rule
+from fedveil.graph.calls import Activation, Call, NoRule, Operand, Outcome, StateTensor, rule
 from fedveil.graph.operations import AVERAGE_POOLS, MAX_POOLS, SPATIAL_DIMS, UPSAMPLINGS, count_spatial_dims
 from fedveil.graph.rules.elementwise import add_tensors, apply_even, maximum, multiply_tensors
 from fedveil.graph.rules.shape import concatenate, mix_neighbours, narrow, share
@@ -28,10 +28,10 @@ def _reduce(call: Call, units: Units) -> Units:
     rank = call.x.value.dim()
     dims = frozenset(d % rank for d in call.integers("dim") or range(rank)) if rank else frozenset[int]()
     order = call.ledger.fold(units.order, dims)
-    found = Units(call.merge_scale(units.scale, dims), tuple(order))
+    result = Units(call.merge_scale(units.scale, dims), tuple(order))
     if call.get("keepdim"):
-        return found
-    return found.map(lambda factor: factor.reshape([size for d, size in enumerate(factor.shape) if d not in dims]))
+        return result
+    return result.map(lambda factor: factor.reshape([size for d, size in enumerate(factor.shape) if d not in dims]))
 
 
 @rule("amax", "amin", "max", "min")
@@ -58,7 +58,7 @@ def softmax(call: Call) -> Outcome:
 
 @rule("glu")
 def glu(call: Call) -> Outcome:
-    """Multiply the first half by the sigmoid of the second, which cannot be scaled and is permuted along with it."""
+    """Multiply the first half by the sigmoid of the second, which cannot be scaled and is permuted with the first."""
     dim, size = call.dim(), call.value.shape[call.dim()]
     value, gate = (narrow(call, dim, start, size) for start in (0, size))
     return multiply_tensors(call, Activation(call.value, value), Activation(call.value, call.drop_scale(gate)))
@@ -68,13 +68,13 @@ def glu(call: Call) -> Outcome:
 
 
 def _apply_affine(call: Call, inputs: Units) -> Units:
-    """Return the output's units along the channels: new ones if there is a weight, otherwise those of the input."""
+    """Return the output's units along the channels: new units if there is a weight, otherwise the input's units."""
     weight, bias = call.state("weight"), call.state("bias")
     outputs = inputs
     if weight is not None:
-        new = call.ledger.create_scale(weight.value.shape, weight.name)
-        weight.attach(Units((new, *[-factor for factor in inputs.scale]), inputs.order))
-        outputs = Units((new,), inputs.order)
+        weight_scale = call.ledger.create_scale(weight.value.shape, weight.name)
+        weight.attach(Units((weight_scale, *[-factor for factor in inputs.scale]), inputs.order))
+        outputs = Units((weight_scale,), inputs.order)
     if bias is not None:
         bias.attach(outputs)
     return outputs.map(lambda factor: reshape_along(factor, 1, call.x.value.dim()))
@@ -112,63 +112,65 @@ def group_norm(call: Call) -> Outcome:
 @rule("layer_norm", "rms_norm")
 def normalise_last_dims(call: Call) -> Outcome:
     """Normalise over the last dims. This commutes with permutations; the weight is permuted along with the features."""
-    symmetry, why = Symmetry.NOTHING, "statistics over several features let no factor through"
+    symmetry, reason = Symmetry.NOTHING, "statistics over several features let no factor through"
     if call.name == "rms_norm":
-        symmetry, why = Symmetry.SIGN, "a mean square over several features lets only signs through"
+        symmetry, reason = Symmetry.SIGN, "a mean square over several features lets only signs through"
     units, weight, bias = call.x.units, call.get("weight"), call.get("bias")
-    if any(own is not None and not isinstance(own, StateTensor) for own in (weight, bias)):
-        return _normalise_with_computed(call, symmetry, why)
+    if any(weight_order is not None and not isinstance(weight_order, StateTensor) for weight_order in (weight, bias)):
+        return _normalise_with_computed(call, symmetry, reason)
     weight, bias = call.state("weight"), call.state("bias")
     rank = call.x.value.dim()
-    ahead = rank - len(call.integers("normalized_shape"))
-    inside = frozenset(range(ahead, rank))
-    call.limit(units.scale, symmetry, why)
+    num_leading = rank - len(call.integers("normalized_shape"))
+    normalised_dims = frozenset(range(num_leading, rank))
+    call.limit(units.scale, symmetry, reason)
     scale = units.scale if symmetry else ()
     if weight is None:
-        call.ledger.fold(units.order, inside)
+        call.ledger.fold(units.order, normalised_dims)
         return Units(scale, units.order)
-    order, own = _merge_orders(call, units.order, inside)
-    new = call.ledger.create_scale(weight.value.shape, weight.name)
-    absorbed = [factor for factor in scale if varying_dims(factor) <= inside]
-    passing = [factor for factor in scale if not varying_dims(factor) <= inside]
-    weight.attach(Units((new, *[-factor.reshape(factor.shape[ahead:]) for factor in absorbed]), own))
+    order, weight_order = _merge_orders(call, units.order, normalised_dims)
+    weight_scale = call.ledger.create_scale(weight.value.shape, weight.name)
+    absorbed_scale = [factor for factor in scale if varying_dims(factor) <= normalised_dims]
+    passed_scale = [factor for factor in scale if not varying_dims(factor) <= normalised_dims]
+    weight.attach(
+        Units((weight_scale, *[-factor.reshape(factor.shape[num_leading:]) for factor in absorbed_scale]), weight_order)
+    )
     if bias is not None:
-        call.limit(passing, Symmetry.NOTHING, "its bias is constant along the other dims of the input")
-        passing = []
-        bias.attach(Units((new,), own))
-    return Units((*passing, align(new, rank)), order)
+        call.limit(passed_scale, Symmetry.NOTHING, "its bias is constant along the other dims of the input")
+        passed_scale = []
+        bias.attach(Units((weight_scale,), weight_order))
+    return Units((*passed_scale, align(weight_scale, rank)), order)
 
 
-def _normalise_with_computed(call: Call, symmetry: Symmetry, why: str) -> Units:
+def _normalise_with_computed(call: Call, symmetry: Symmetry, reason: str) -> Units:
     """Normalise, then multiply by a computed weight, such as 1 plus a parameter, and add a bias."""
     rank, units = call.x.value.dim(), call.x.units
-    call.limit(units.scale, symmetry, why)
-    inside = frozenset(range(rank - len(call.integers("normalized_shape")), rank))
-    call.ledger.fold(units.order, inside)
-    found = Units(units.scale if symmetry else (), units.order)
+    call.limit(units.scale, symmetry, reason)
+    normalised_dims = frozenset(range(rank - len(call.integers("normalized_shape")), rank))
+    call.ledger.fold(units.order, normalised_dims)
+    result = Units(units.scale if symmetry else (), units.order)
     if call.get("weight") is not None:
-        found = multiply_tensors(call, Activation(call.value, found), call.tensor("weight"))
+        result = multiply_tensors(call, Activation(call.value, result), call.tensor("weight"))
     if call.get("bias") is not None:
-        found = add_tensors(call, Activation(call.value, found), call.tensor("bias"))
-    return found
+        result = add_tensors(call, Activation(call.value, result), call.tensor("bias"))
+    return result
 
 
-def _merge_orders(call: Call, orders: Sequence[Tensor], inside: Dims) -> tuple[tuple[Tensor, ...], ...]:
-    """Return the order after normalisation over the dims `inside`, and the order of the weight."""
-    result, own = [], []
+def _merge_orders(call: Call, orders: Sequence[Tensor], normalised_dims: Dims) -> tuple[tuple[Tensor, ...], ...]:
+    """Return the order after normalisation over the dims `normalised_dims`, and the order of the weight."""
+    result, weight_order = [], []
     for factor in orders:
-        if varying_dims(factor) & inside:
-            (factor,) = call.merge_order([factor], frozenset(range(factor.dim())) - inside)
-            own.append(factor.reshape(factor.shape[min(inside) :]))
+        if varying_dims(factor) & normalised_dims:
+            (factor,) = call.merge_order([factor], frozenset(range(factor.dim())) - normalised_dims)
+            weight_order.append(factor.reshape(factor.shape[min(normalised_dims) :]))
         result.append(factor)
-    return tuple(result), tuple(own)
+    return tuple(result), tuple(weight_order)
 
 
 @dataclass(eq=False)
 class NormedWeight(StateTensor):
     """A weight normalised by weight_norm: each slice along one dim, such as each row, is g v / |v|.
 
-    The factors along this dim multiply g. The others can only be signs, because the norms of the slices must not
+    The factors along this dim multiply g. The other factors can only be signs, because the norms of the slices must not
     change. The rows and columns of v are permuted, and g is permuted along with the slices.
     """
 
@@ -195,7 +197,9 @@ class NormedWeight(StateTensor):
         self.ledger.limit(columns, Symmetry.SIGN, self.name, "each slice of the weight is normalised")
         super().attach(Units(columns, units.order), view)
         order = tuple(factor for factor in units.order if varying_dims(factor) <= rows)
-        self.ledger.fix(*[own for own in units.order if varying_dims(own) & rows and not varying_dims(own) <= rows])
+        self.ledger.fix(
+            *[factor for factor in units.order if varying_dims(factor) & rows and not varying_dims(factor) <= rows]
+        )
         norms = self.norm.value.reshape([size if dim in rows else 1 for dim, size in enumerate(shape)])
         self.norm.attach(Units(outputs, order), norms)
 
@@ -211,34 +215,34 @@ def weight_norm(call: Call) -> Outcome:
     direction, norm, (dim,) = call["v"], call["g"], call.integers("dim")
     if not isinstance(direction, StateTensor) or not isinstance(norm, StateTensor) or dim < 0:
         raise NoRule("the parameters of weight_norm are computed, or it normalises the whole weight")
-    return NormedWeight(direction.value, direction.name, True, call.ledger, direction.whole, norm, dim)
+    return NormedWeight(direction.value, direction.name, True, call.ledger, direction.full, norm, dim)
 
 
-def _index_dims(call: Call, operands: list[Traced]) -> Dims:
+def _index_dims(call: Call, operands: list[Operand]) -> Dims:
     """Return the dims other than `dim` along which the index of a scatter or gather operation may vary.
 
     Every operand has one element per element of the index along these dims.
     """
     index = call.tensor("index")
-    others = frozenset(range(index.value.dim())) - {call.dim()}
+    other_dims = frozenset(range(index.value.dim())) - {call.dim()}
     if any(index.units[:2]):
         raise NoRule("its index is computed from values that carry noise")
-    if any(operand.value.shape[d] != index.value.shape[d] for operand in operands for d in others):
+    if any(operand.value.shape[d] != index.value.shape[d] for operand in operands for d in other_dims):
         raise NoRule("its index covers only a part of the other dims")
-    return distinct_dims(index.value) & others
+    return distinct_dims(index.value) & other_dims
 
 
-def _share_along(call: Call, operand: Traced, fixed: Dims) -> Units:
+def _share_along(call: Call, operand: Operand, fixed: Dims) -> Units:
     """Make the units of an operand equal along `dim`, and forbid permutations along the dims `fixed`."""
     units = operand.units
-    own = Units(units.scale, call.ledger.fix_along(units.order, fixed), units.zero)
-    return share(call, own, frozenset({call.dim()}))
+    fixed_units = Units(units.scale, call.ledger.fix_along(units.order, fixed), units.zero)
+    return share(call, fixed_units, frozenset({call.dim()}))
 
 
-def _combine(call: Call, source: Traced, fixed: Dims) -> Units:
-    """Return the units of a tensor into which another is written or added, at places that depend on the data."""
-    written = Activation(call.value, _share_along(call, source, fixed))
-    return add_tensors(call, Activation(call.value, _share_along(call, call.tensor("self"), fixed)), written)
+def _combine(call: Call, source: Operand, fixed: Dims) -> Units:
+    """Return the units of a tensor into which another is written or added, at positions that depend on the data."""
+    source_units = Activation(call.value, _share_along(call, source, fixed))
+    return add_tensors(call, Activation(call.value, _share_along(call, call.tensor("self"), fixed)), source_units)
 
 
 @rule("scatter_add", "scatter", "scatter_reduce")
@@ -273,11 +277,11 @@ def replace_slice(call: Call) -> Outcome:
     size, width = x.value.shape[dim], source.value.shape[dim]
     start = (call.integers("start", "index") or [0])[0]
     start = min(start + size if start < 0 else start, size - width)
-    pieces: list[Traced] = [
-        Activation(x.value.narrow(dim, first, count), narrow(call, dim, first, count))
-        for first, count in ((0, start), (start + width, size - start - width))
+    pieces: list[Operand] = [
+        Activation(x.value.narrow(dim, begin, count), narrow(call, dim, begin, count))
+        for begin, count in ((0, start), (start + width, size - start - width))
     ]
-    return concatenate(call, [own for own in (pieces[0], source, pieces[1]) if own.value.shape[dim]], dim)
+    return concatenate(call, [piece for piece in (pieces[0], source, pieces[1]) if piece.value.shape[dim]], dim)
 
 
 @rule("copy")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedveil.graph.calls import Activation, Call, NoRule, Outcome, Traced, as_tensor, rule
+from fedveil.graph.calls import Activation, Call, NoRule, Operand, Outcome, as_tensor, rule
 from fedveil.graph.units import (
     Dims,
     Symmetry,
@@ -40,8 +40,8 @@ def _select(call: Call, dim: int, index: int) -> Units:
 )  # fmt: skip
 def reshape(call: Call) -> Outcome:
     """Reshape a tensor, which preserves the order of its elements."""
-    before, after = tuple(call.x.value.shape), tuple(call.value.shape)
-    return call.x.units.map(lambda factor: reshape_factor(factor, before, after))
+    old_shape, new_shape = tuple(call.x.value.shape), tuple(call.value.shape)
+    return call.x.units.map(lambda factor: reshape_factor(factor, old_shape, new_shape))
 
 
 @rule(
@@ -110,7 +110,7 @@ def replay(call: Call) -> Outcome:
     return call.ledger.move(call.x.units, operation).map(compress)
 
 
-def concatenate(call: Call, operands: Sequence[Traced], dim: int) -> Units:
+def concatenate(call: Call, operands: Sequence[Operand], dim: int) -> Units:
     """Concatenate tensors along `dim`.
 
     If no tensor's noise varies along `dim`, all tensors share the same noise, for example if a token is prepended to
@@ -119,26 +119,32 @@ def concatenate(call: Call, operands: Sequence[Traced], dim: int) -> Units:
     ledger = call.ledger
     if all(operand.zero for operand in operands):
         return Units(zero=True)
-    flat = all(factor.shape[dim] == 1 for operand in operands for kind in operand.units[:2] for factor in kind)
-    if flat and not any(operand.zero for operand in operands):
+    is_constant = all(
+        factor.shape[dim] == 1 for operand in operands for factors in operand.units[:2] for factor in factors
+    )
+    if is_constant and not any(operand.zero for operand in operands):
         scale, order, _ = operands[0].units
-        everywhere = frozenset(range(call.rank)) - {dim}
+        other_dims = frozenset(range(call.rank)) - {dim}
         for operand in operands[1:]:
-            why = "it concatenates tensors that carry different factors, or one that carries none"
-            scale = ledger.reconcile_scale(scale, operand.units.scale, call.where, why)
-            order = ledger.reconcile_order(order, everywhere, operand.units.order, everywhere)
+            reason = "it concatenates tensors that carry different factors, or a tensor without factors"
+            scale = ledger.reconcile_scale(scale, operand.units.scale, call.where, reason)
+            order = ledger.reconcile_order(order, other_dims, operand.units.order, other_dims)
     else:
-        scale, order = (_join_factors(call, operands, dim, is_order=kind) for kind in (False, True))
+        scale, order = (_join_factors(call, operands, dim, is_order=factors) for factors in (False, True))
     return Units(scale, order)
 
 
-def _join_factors(call: Call, operands: Sequence[Traced], dim: int, *, is_order: bool) -> tuple[Tensor, ...]:
+def _join_factors(call: Call, operands: Sequence[Operand], dim: int, *, is_order: bool) -> tuple[Tensor, ...]:
     """Join scale or order factors, one from each operand, into a factor that varies along `dim`."""
     ledger = call.ledger
     lists = [operand.units.order if is_order else operand.units.scale for operand in operands]
-    common = [f for f in lists[0] if f.shape[dim] == 1 and all(any(f is g for g in other) for other in lists[1:])]
-    lists = [tuple(f for f in own if not any(f is c for c in common)) for own in lists]
-    wide = frozenset({dim}).union(*(varying_dims(f) for own in lists for f in own))
+    common = [
+        f
+        for f in lists[0]
+        if f.shape[dim] == 1 and all(any(f is g for g in other_factors) for other_factors in lists[1:])
+    ]
+    lists = [tuple(f for f in factors_of_operand if not any(f is c for c in common)) for factors_of_operand in lists]
+    varying = frozenset({dim}).union(*(varying_dims(f) for factors_of_operand in lists for f in factors_of_operand))
     pieces = []
     for operand, factors in zip(operands, lists, strict=True):
         shape = operand.value.shape
@@ -148,12 +154,12 @@ def _join_factors(call: Call, operands: Sequence[Traced], dim: int, *, is_order:
             call.limit(factors[1:], Symmetry.NOTHING, "it concatenates tensors, one of which carries several factors")
         size = [shape[d] if operand.zero and d == dim else 1 for d in range(call.rank)]
         if factors:
-            first = factors[0]
+            piece = factors[0]
         elif operand.zero:
-            first = ledger.create_order(size) if is_order else ledger.create_scale(size, call.where)
+            piece = ledger.create_order(size) if is_order else ledger.create_scale(size, call.where)
         else:
-            first = torch.zeros(size, dtype=torch.int64)
-        pieces.append(first.expand([shape[d] if d in wide else n for d, n in enumerate(first.shape)]))
+            piece = torch.zeros(size, dtype=torch.int64)
+        pieces.append(piece.expand([shape[d] if d in varying else n for d, n in enumerate(piece.shape)]))
     if not any(bool(piece.any()) for piece in pieces):
         return tuple(common)
 
@@ -193,26 +199,28 @@ def mix_neighbours(call: Call, units: Units, dims: Dims) -> Units:
 def pad(call: Call) -> Outcome:
     """Pad with zeros, which may carry any noise, or with another constant, which carries none."""
     amounts, mode = call.integers("pad"), str(call.get("mode") or "constant")
-    units, last = call.x.units, call.x.value.dim() - 1
-    ends = {last - n: (amounts[2 * n], amounts[2 * n + 1]) for n in range(len(amounts) // 2)}
-    ends = {dim: both for dim, both in ends.items() if any(both)}
+    units, last_dim = call.x.units, call.x.value.dim() - 1
+    widths = {last_dim - n: (amounts[2 * n], amounts[2 * n + 1]) for n in range(len(amounts) // 2)}
+    widths = {dim: pair for dim, pair in widths.items() if any(pair)}
     if mode == "constant" and call.get("value"):
-        return mix_neighbours(call, call.drop_scale(units, "it pads with a constant that is not 0"), frozenset(ends))
+        return mix_neighbours(call, call.drop_scale(units, "it pads with a constant that is not 0"), frozenset(widths))
 
-    def widen(factor: Tensor, fresh: Callable[[Sequence[int]], Tensor]) -> Callable[[Tensor], Tensor]:
+    def widen(factor: Tensor, create_units: Callable[[Sequence[int]], Tensor]) -> Callable[[Tensor], Tensor]:
         index = torch.arange(factor.numel()).reshape(factor.shape)  # the source index of each element
-        for dim in [dim for dim in ends if factor.shape[dim] > 1]:
+        for dim in [dim for dim in widths if factor.shape[dim] > 1]:
             row = torch.arange(1, factor.shape[dim] + 1, dtype=torch.float64).reshape(1, 1, -1)
-            source = F.pad(row, ends[dim], mode=mode).long().flatten() - 1  # -1 for added zeros
+            source = F.pad(row, widths[dim], mode=mode).long().flatten() - 1  # -1 for added zeros
             index = index.index_select(dim, source.clamp(min=0))
             index = index.masked_fill(reshape_along(source < 0, dim, factor.dim()), -1)
-        new = fresh([int((index < 0).sum())]) if (index < 0).any() else index.new_empty(0)
-        index[index < 0] = factor.numel() + torch.arange(len(new))
-        return lambda other: torch.cat([other.flatten(), new])[index]
+        new_units = create_units([int((index < 0).sum())]) if (index < 0).any() else index.new_empty(0)
+        index[index < 0] = factor.numel() + torch.arange(len(new_units))
+        return lambda values: torch.cat([values.flatten(), new_units])[index]
 
     create_scale = partial(call.ledger.create_scale, where=call.where)
     moves = [(Units(order=(factor,)), widen(factor, call.ledger.create_order)) for factor in units.order]
-    order = tuple(factor for own, operation in moves for factor in call.ledger.move(own, operation).order)
+    order = tuple(
+        factor for factor_units, operation in moves for factor in call.ledger.move(factor_units, operation).order
+    )
     return Units(tuple(widen(factor, create_scale)(factor) for factor in units.scale), order, units.zero)
 
 
@@ -221,11 +229,13 @@ def index(call: Call) -> Outcome:
     """Select elements with index tensors. All elements share the same noise, because any of them may be selected."""
     if call.name == "index_select":
         return share(call, call.x.units, frozenset({call.dim()}))
-    indices = {dim: as_tensor(found) for dim, found in enumerate(call.sequence("indices")) if found is not None}
+    indices = {
+        dim: as_tensor(argument) for dim, argument in enumerate(call.sequence("indices")) if argument is not None
+    }
     if any(i.value.dtype == torch.bool for i in indices.values()):
         raise NoRule("its index is a mask, so the number of selected elements is unknown")
-    first = torch.zeros((1,) * max(i.value.dim() for i in indices.values()), dtype=torch.int64)
-    key = tuple(first if dim in indices else slice(None) for dim in range(call.x.value.dim()))
+    zeros = torch.zeros((1,) * max(i.value.dim() for i in indices.values()), dtype=torch.int64)
+    key = tuple(zeros if dim in indices else slice(None) for dim in range(call.x.value.dim()))
     return share(call, call.x.units, frozenset(indices)).map(lambda factor: factor[key])
 
 
