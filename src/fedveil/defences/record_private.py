@@ -178,8 +178,8 @@ class RecordPrivateRound(PrivateRound[object, SumUpdate]):
         """
         privacy, clients_add_noise = self._privacy, self._privacy.noise_by == "clients"
         if num_members is not None and num_survivors < privacy.min_members(num_members):
-            limit_text = f"at most {privacy.vanishing} of {num_members} clients may be missing"
-            message = f"{limit_text}, but only {num_survivors} are included"
+            included = f"{num_survivors} of {num_members} clients are included"
+            message = f"only {included}, but at most {privacy.vanishing} may be missing"
             raise Aborted("few", "the sum", message)
         grid = privacy.grid(self._num_values, len(next(iter(self.template.values()))), num_members)
         self._accountant.count(self._members)  # count the round first, in case drawing the noise is interrupted
