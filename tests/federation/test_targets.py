@@ -110,7 +110,12 @@ def test_the_default_loss_suits_the_targets(outputs, targets, loss):
         (mlp(6, 4), (X, torch.arange(9) % 4 + 1), {}, "client 0: targets: classes range from 1 to 4.*\n.*from 0 to 3"),
         (mlp(6, 4), (X, torch.zeros(9, 1).long()), {}, r"(?s)got shape \(9, 1\).*Fix: use targets\[:, 0\]"),
         (mlp(6, 4), (X, torch.zeros(9)), {}, r"(?s)shape is \(9,\).*targets.long.. for classes"),
-        (mlp(6, 4), (X, torch.zeros(8, 4)), {}, "inputs has 9 records, but there are 8 targets.*\n.*one target per record"),
+        (
+            mlp(6, 4),
+            (X, torch.zeros(8, 4)),
+            {},
+            "inputs has 9 records, but there are 8 targets.*\n.*one target per record",
+        ),
         (mlp, (X, ZEROS), {}, r"model must be a torch.nn.Module"),
         (mlp(6, 4).requires_grad_(False), (X, ZEROS), {}, "no parameter of the model requires a gradient"),
         (mlp(6, 4), (X, ZEROS), {"loss": nn.CrossEntropyLoss}, "CrossEntropyLoss is a class"),
