@@ -232,9 +232,7 @@ def test_a_single_records_features_are_in_the_clean_gradient():
 PAGE = Path(__file__).parents[2].joinpath("docs", "defences", "spn.md").read_text()
 
 
-@pytest.mark.parametrize(
-    "code", ["mlp(63, 1)", *(f"resnet({n}{norm})" for n in (8, 20) for norm in ("", ', norm="none"'))]
-)
+@pytest.mark.parametrize("code", ["mlp(63, 1)", "resnet(8)", "resnet(20)"])
 def test_bytes_are_those_of_the_page(code):
     model, shape = eval(code, {"mlp": mlp, "resnet": resnet}), (63,) if code.startswith("mlp") else (3, 8, 8)
     spn = Session(SPN(), model, torch.zeros(2, *shape))

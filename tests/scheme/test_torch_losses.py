@@ -197,7 +197,7 @@ PADDED = torch.where(CLASSES == 2, -100, CLASSES)
     [
         (nn.GaussianNLLLoss(), NUMBERS, "(?s)GaussianNLLLoss requires more than outputs.*Fix: pass a function"),
         (nn.MSELoss(reduction="median"), NUMBERS, "there is no reduction 'median'"),
-        (nn.MSELoss(), CLASSES, r"shape \(15,\) does not match the shape \(15, 3\) of the model's outputs"),
+        (nn.MSELoss(), CLASSES, r"shape is \(15,\), but the model's outputs have shape \(15, 3\)"),
         (nn.CrossEntropyLoss(), PADDED, '(?s)classes range from -100 to 1.*Fix: use loss="token_cross_entropy"'),
         (nn.NLLLoss(), CLASSES.double(), r"torch.nn.NLLLoss does not accept targets torch.float64 of shape \(15,\)"),
         (nn.MultiMarginLoss(), CLASSES + 1, "targets: torch.nn.MultiMarginLoss does not accept targets torch.int64"),

@@ -85,7 +85,7 @@ def _pull(grid: Grid, message: str, node: int) -> Iterable[Message | Fault]:
 
 
 def _read_reply(node: int, reply: Message) -> bytes | Fault:
-    """Return the bytes of a reply, or a fault for an error from Flower or a reply from another node."""
+    """Return the bytes of a reply, or a fault if Flower reports an error or the reply is from another node."""
     if reply.has_error():
         return Fault(node, FaultKind.ENGINE_ERROR, f"{reply.error.code}: {reply.error.reason}")
     if reply.metadata.src_node_id != node:

@@ -20,7 +20,7 @@ Booleans = NDArray[np.bool_]
 SCALE = 2**20  # standard deviation of discrete Gaussian noise, in units of its grid
 _BITS = 53
 _GUARD = 2.0**-46  # far above the relative error of a probability in float64
-_DIGITS = 60  # initial number of decimal digits in exact arithmetic
+_DIGITS = 60  # base precision, in decimal digits; it grows with the number of bits drawn
 
 
 def poisson_sample(entropy: Entropy, records: int, rate: float) -> Integers:

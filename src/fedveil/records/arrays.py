@@ -17,7 +17,7 @@ Array = NDArray[np.generic]
 FORMS = "a tensor, a NumPy array, a pandas DataFrame or Series, or numbers"
 FIX_MISSING = "omit these records, or fill in a number such as the column's mean"
 FIX_NOT_NUMERIC = (
-    "use numbers: pandas.get_dummies for inputs, pandas.factorize for classes, days since an epoch for dates"
+    "use numbers: pandas.get_dummies for inputs, pandas.factorize for classes, days since a fixed date for dates"
 )
 FIX_INT64 = "use integers that fit into int64"
 _WIDER_TYPES = {"f2": "f4", "f16": "f8", "u2": "i4", "u4": "i8", "u8": "i8"}  # types that torch supports poorly

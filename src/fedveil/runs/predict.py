@@ -78,7 +78,10 @@ class Predictions:
         )
         if self.probabilities is not None:
             if self.probabilities.ndim > 2:
-                message, fix = "each record has a class at several positions", "use .labels and .probabilities"
+                message, fix = (
+                    "each record has several predicted classes, one for each position",
+                    "use .labels and .probabilities",
+                )
                 raise BadArgument("predictions", message, f"{fix}, or --out predictions.npz")
             num_classes = self.probabilities.shape[1]
             names = self.classes if len(self.classes) == num_classes else range(num_classes)
