@@ -4,7 +4,7 @@ from benchmarks.zoo_measure import CLASSES, Case, declare_torchvision, images
 from benchmarks.zoo_measure import measure as measure_case
 
 PARAMETERS = 30e6
-SIZES = {"inception_v3": 96, "vit_b_16": 224, "maxvit_t": 224}
+SIZES = {"inception_v3": 299, "vit_b_16": 224, "maxvit_t": 224}
 
 
 def names() -> list[str]:

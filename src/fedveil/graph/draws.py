@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 HALF = ("rand", "rand_like", "uniform", "uniform_", "exponential", "exponential_", "randn", "randn_like", "normal_")
 ONE = ("bernoulli", "bernoulli_")
-LIBRARIES = {"torch", "numpy", "random", "fedveil"}
+LIBRARIES = {"torch", "numpy", "fedveil"} | sys.stdlib_module_names
 
 
 class FixedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
