@@ -206,8 +206,8 @@ def _multiply(call: Call, a: Traced, left: Labels, b: Traced, right: Labels, out
     """Use `project` if one of the tensors is a parameter, otherwise `contract`."""
     for x, own, weight, labels in ((a, left, b, right), (b, right, a, left)):
         if isinstance(weight, StateTensor) and weight.is_parameter and not isinstance(x, StateTensor):
-            sizes = zip(weight.value.shape, labels, strict=True)
-            if any(n == 1 and label in own and label.startswith("b") for n, label in sizes):
+            sizes, others = zip(weight.value.shape, labels, strict=True), dict(zip(own, x.value.shape, strict=True))
+            if any(n == 1 and others.get(label, 1) > 1 and label.startswith("b") for n, label in sizes):
                 break  # a weight that is broadcast over heads is treated as an activation
             return project(call, x.units, own, Weight(weight, weight.value, tuple(labels)), None, out)
     return contract(call, a, left, b, right, out)
