@@ -49,9 +49,9 @@ lint: venv  ## ruff and mypy
 bench: venv  ## measure exactness, speed and memory on this machine
 	$(BIN)/python -m benchmarks
 
-zoo: venv  ## analyse published models of transformers and others, which it installs into .zoo (hours)
+zoo: venv  ## analyse published models, which it installs into .zoo (hours); ZOO="--limit 1" for one of each package
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .zoo $(MODELS)
-	PYTHONPATH=.zoo:src OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.zoo --results zoo.jsonl
+	PYTHONPATH=.zoo:src OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.zoo --results zoo.jsonl $(ZOO)
 
 docs: venv  ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # not ours to heed: the theme announces its successor

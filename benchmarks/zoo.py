@@ -88,15 +88,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the classes that have no result yet; 1 if any gradient is wrong."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.zoo", description="Analyse every class of a package.")
     parser.add_argument("--packages", nargs="+", choices=sorted(PACKAGES), default=sorted(PACKAGES))
-    parser.add_argument("--limit", type=int, help="run at most this many classes")
+    parser.add_argument("--limit", type=int, help="run at most this many classes of each package")
     parser.add_argument("--only", default="", help="only classes whose name contains this text")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="limit of the CPU time of a class")
     parser.add_argument("--results", type=Path, default=Path("zoo.jsonl"), help="where results are appended")
     arguments = parser.parse_args(argv)
-    known, fresh = read(arguments.results), 0
+    known = read(arguments.results)
     chosen: list[dict[str, object]] = []
     for package in arguments.packages:
-        names = importlib.import_module(PACKAGES[package]).names()
+        names, fresh = importlib.import_module(PACKAGES[package]).names(), 0
         for name in [own for own in names if arguments.only in own]:
             if (package, name) not in known:
                 if arguments.limit is not None and fresh >= arguments.limit:

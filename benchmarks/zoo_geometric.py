@@ -137,4 +137,5 @@ class _Then(nn.Module):
 
 def measure(name: str) -> dict[str, object]:
     """Compare a network's recovered gradients with those of autograd."""
+    torch.set_default_dtype(torch.float64)  # SGFormer's forward creates tensors of the default dtype
     return measure_case(lambda: build(name))

@@ -5,7 +5,7 @@ import importlib
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -40,14 +40,15 @@ def measure(build: Callable[[], Case], note: str = "") -> dict[str, object]:
     began = time.process_time()
     try:
         plan = fedveil.analyse(model, inputs, output=output)
-        error = worst_error(model, view, plan, inputs, loss, targets)
+        error, own_error = worst_errors(model, view, plan, inputs, loss, targets)
     except fedveil.FedveilError as refusal:
         return {"result": "refused", "reason": f"{note} {describe(refusal)}".strip(), "seconds": seconds_since(began)}
     except Exception as raw:
         return {"result": "raw", "reason": f"{note} {describe(raw)}".strip(), "seconds": seconds_since(began)}
     result = "exact" if error < BOUND else "wrong"
-    found = {"result": result, "error": error, "coverage": plan.coverage, "seconds": seconds_since(began)}
-    return {**found, "note": ", ".join(filter(None, (note, loss, output and "with output=")))}
+    known = ", ".join(filter(None, (note, loss, output and "with output=")))
+    found = {"result": result, "error": own_error, "error_of_all": error, "coverage": plan.coverage}
+    return {**found, "seconds": seconds_since(began), "note": known}
 
 
 def prepare(model: nn.Module) -> nn.Module:
@@ -113,10 +114,13 @@ def objective(outputs: Tensor) -> tuple[str, Tensor]:
     return "squared_error", torch.randn(outputs.shape, generator=draw).double()
 
 
-def worst_error(
+def worst_errors(
     model: nn.Module, view: nn.Module, plan: fedveil.Plan, inputs: Inputs, loss: str, targets: Tensor
-) -> float:
-    """Return |found - true| / max(|true|, 1e-6 |all true|) for the worst parameter; `view` returns the outputs."""
+) -> tuple[float, float]:
+    """Return the worst parameter's error, relative to the whole gradient's norm and to its own.
+
+    For the second, a norm below a millionth of the whole counts as that. `view` returns the outputs.
+    """
     perturbation = fedveil.Veil().perturb(model, plan, loss)
     torch.manual_seed(1)
     update = fedveil.client_step(copy.deepcopy(model), perturbation.broadcast, inputs, targets)
@@ -126,14 +130,10 @@ def worst_error(
     torch.manual_seed(1)
     value = loss_values(chosen, call(view, inputs), targets).mean()
     true = torch.autograd.grad(value, [model.get_parameter(name) for name in names], allow_unused=True)
-    return max(_errors(found, dict(zip(names, true, strict=True))))
-
-
-def _errors(found: Mapping[str, Tensor], true: Mapping[str, Tensor | None]) -> Iterator[float]:
-    known = {name: torch.zeros_like(found[name]) if own is None else own for name, own in true.items()}
+    known = {n: torch.zeros_like(found[n]) if own is None else own for n, own in zip(names, true, strict=True)}
     whole = float(torch.stack([own.norm() for own in known.values()]).norm())
-    for name, own in known.items():
-        yield float((found[name] - own).norm()) / max(float(own.norm()), 1e-6 * whole)
+    errors = [(float((found[name] - own).norm()), float(own.norm())) for name, own in known.items()]
+    return max(error / whole for error, _ in errors), max(error / max(own, 1e-6 * whole) for error, own in errors)
 
 
 def describe(error: Exception) -> str:

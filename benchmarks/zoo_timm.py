@@ -1,8 +1,9 @@
 """The smallest model of each family of timm; a family's models share the letters that their names begin with.
 
-A family without a model of at most 60 million parameters is not built.
+A model with more than 60 million parameters is built with fewer blocks, where its constructor takes their number.
 """
 
+import math
 import re
 from itertools import groupby
 
@@ -12,6 +13,7 @@ from benchmarks.zoo_measure import CLASSES, Case, declare_torchvision, images
 from benchmarks.zoo_measure import measure as measure_case
 
 PARAMETERS = 60e6
+SHORTER: tuple[dict[str, object], ...] = ({"depth": 2}, {"layers": (1, 1, 1, 1)})
 
 
 def families() -> dict[str, list[str]]:
@@ -31,41 +33,44 @@ def names() -> list[str]:
     return sorted(families())
 
 
-def smallest(models: list[str]) -> tuple[str, int]:
-    """Return the name of the model with the fewest parameters, and their number."""
+def count(name: str, **given: object) -> float:
+    """Return a model's number of parameters, or infinity if it cannot be built without values."""
     import timm
 
-    counts: dict[str, int] = {}
-    for name in models:
-        try:
-            with torch.device("meta"):
-                counts[name] = sum(own.numel() for own in timm.create_model(name).parameters())
-        except Exception:  # it computes with values while it is built
-            continue
-    name = min(counts, key=counts.__getitem__) if counts else min(models, key=len)
-    return name, counts.get(name, 0)
+    try:
+        with torch.device("meta"):
+            return sum(own.numel() for own in timm.create_model(name, **given).parameters())
+    except Exception:  # it computes with values while it is built, or takes no such argument
+        return math.inf
 
 
-def build(name: str) -> Case:
+def smallest(models: list[str]) -> tuple[str, dict[str, object]]:
+    """Return the name of the model with the fewest parameters, and settings that shorten it if it is large."""
+    name = min(models, key=lambda own: (count(own), len(own)))
+    if PARAMETERS < count(name) < math.inf:
+        return name, next((given for given in SHORTER if count(name, **given) <= PARAMETERS), {})
+    return name, {}
+
+
+def build(name: str, settings: dict[str, object]) -> Case:
     """Build a model for 64 pixels, or as few as it allows, and a batch."""
     import timm
 
     for size in (64, 128, 192):
         for given in ({}, {"img_size": size}):  # most convolutional networks have no such argument
             try:
-                model = timm.create_model(name, num_classes=CLASSES, **given)
+                model = timm.create_model(name, num_classes=CLASSES, **settings, **given)
                 with torch.no_grad():
                     model.train()(images(size).float())
             except (TypeError, ValueError, AssertionError, RuntimeError):
                 continue
             return model, images(size)
-    model = timm.create_model(name, num_classes=CLASSES)
+    model = timm.create_model(name, num_classes=CLASSES, **settings)
     return model, images(model.default_cfg["input_size"][-1])
 
 
 def measure(name: str) -> dict[str, object]:
     """Compare the gradients of a family's smallest model with those of autograd."""
-    model, count = smallest(families()[name])
-    if count > PARAMETERS:
-        return {"result": "not built", "reason": f"{model} has {count / 1e6:.0f} million parameters"}
-    return measure_case(lambda: build(model), model)
+    model, settings = smallest(families()[name])
+    note = " ".join([model, *[f"with {key}={value}" for key, value in settings.items()]])
+    return measure_case(lambda: build(model, settings), note)

@@ -4,7 +4,7 @@ from benchmarks.zoo_measure import CLASSES, Case, declare_torchvision, images
 from benchmarks.zoo_measure import measure as measure_case
 
 PARAMETERS = 30e6
-SIZES = {"inception_v3": 96, "vit_b_16": 224, "maxvit_t": 224}
+SIZES = {"inception_v3": 299, "vit_b_16": 224, "maxvit_t": 224, "s3d": 196}
 
 
 def names() -> list[str]:
@@ -35,7 +35,7 @@ def build(name: str) -> Case:
     model = models.get_model(name, weights=None, num_classes=CLASSES, **given)
     if not video:
         return model, images(SIZES.get(name, 64))
-    return model, images(64).unsqueeze(2).repeat(1, 1, 16, 1, 1)
+    return model, images(SIZES.get(name, 64)).unsqueeze(2).repeat(1, 1, 16, 1, 1)
 
 
 def measure(name: str) -> dict[str, object]:

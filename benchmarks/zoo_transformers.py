@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 import fedveil
 from benchmarks.zoo import BOUND
+from benchmarks.zoo_measure import declare_torchvision
 from fedveil.graph.export import GROUPED_PRODUCTS, multiply_groups
 from fedveil.graph.inputs import Inputs, call, each
 from fedveil.graph.outputs import choose_output
@@ -46,6 +47,7 @@ def _classes() -> dict[str, Settings]:
 
 def build(name: str, *, dropout: bool) -> nn.Module:
     """Build a class with a tiny config in training mode, with constants replaced by random numbers."""
+    declare_torchvision()
     import transformers
 
     torch.manual_seed(0)

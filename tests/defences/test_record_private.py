@@ -277,7 +277,7 @@ BAD_SUMS = [
     (lambda sums: sums | {"0.weight": sums["0.weight"] + 2.0**53}, "sum 0.weight is not finite or too large"),
     (
         lambda sums: sums | {"0.weight": sums["0.weight"][0]},
-        r"sum 0.weight must have shape \(1, 5, 6\).*got shape \(5, 6\)",
+        r"sum 0.weight must have shape.*got shape \(5, 6\)",
     ),
     (lambda sums: {"0.weight": sums["0.weight"]}, "sum 0.bias is missing"),
 ]

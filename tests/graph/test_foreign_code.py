@@ -1,5 +1,8 @@
 """Hooks and user-defined backward passes: refused by name, or the gradient is that of plain autograd."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -11,8 +14,10 @@ from torch.nn.modules import module as torch_module
 from torch.utils.checkpoint import checkpoint
 
 import fedveil
-from fedveil.errors import NotExact
+from fedveil.errors import NotExact, NotTraceable
+from fedveil.graph.draws import read_generators
 from fedveil.models import mlp
+from fedveil.scheme.comparison import check_exact
 
 
 class Window(torch.autograd.Function):
@@ -96,6 +101,78 @@ def test_code_in_forward_that_changes_gradients_is_refused_by_name(kind):
     function, text = REFUSED[kind]
     with pytest.raises(NotExact, match=f"(?s){text}"):
         fedveil.analyse(with_inner(function), torch.zeros(2, 4))
+
+
+DRAWS = {
+    "numpy": lambda x: torch.tanh(x) if np.random.random() < 0.5 else x,
+    "numpy, always": lambda x: x * np.random.uniform(1, 2),
+    "python": lambda x: torch.tanh(x) if random.random() < 0.5 else x,
+    "seeded": lambda x: (np.random.seed(0), x)[1],
+}
+
+
+@pytest.mark.parametrize("kind", DRAWS)
+@pytest.mark.parametrize("training", [True, False])
+def test_draws_of_numpy_and_python_are_refused_by_name(kind, training):
+    model = with_inner(DRAWS[kind]).train(training)
+    with pytest.raises(NotTraceable, match=r"(?s)test_foreign_code.<lambda> draws random .* Fix: draw them with torch"):
+        fedveil.analyse(model, torch.zeros(2, 4))
+
+
+def test_without_this_refusal_a_layer_skipped_by_numpy_would_give_a_wrong_gradient(monkeypatch):
+    monkeypatch.setattr("fedveil.graph.probe.refuse_draws", lambda found, model_name: None)
+    model, (inputs, targets) = with_inner(DRAWS["numpy"]), batch((4,), 3)
+    seeds = [
+        next(seed for seed in range(99) if (np.random.RandomState(seed).random() < 0.5) is own) for own in (False, True)
+    ]
+    np.random.seed(seeds[0])
+    perturbation = fedveil.Veil().perturb(model, fedveil.analyse(model, inputs))
+    errors = []
+    for seed in seeds:
+        np.random.seed(seed)
+        update = fedveil.client_step(model, perturbation.broadcast, inputs, targets)
+        np.random.seed(seed)
+        true, found = plain(model, inputs, targets)[0], perturbation.recover([update]).gradients
+        errors.append(max(float((found[name] - own).norm() / own.norm()) for name, own in true.items()))
+    assert errors[0] < 1e-9
+    assert errors[1] > 1e-3
+
+
+MASKED = """
+import numpy, torch
+def _compute_mask_indices(shape):
+    epsilon = [numpy.random.rand() for _ in range(2)]
+    return torch.tensor(numpy.random.random(shape) < epsilon[0])
+"""
+
+
+def masked(times):
+    """A network that masks times at random, with a function that looks like one of transformers."""
+    namespace = {"__name__": "transformers.models.hubert.modeling_hubert"}
+    exec(MASKED, namespace)
+
+    def run(m, x):
+        hidden = m.body(x).relu().clone()
+        hidden[namespace["_compute_mask_indices"](hidden.shape[:2])] = m.token
+        return m.head(hidden.mean(1))
+
+    parts = {"body": nn.Linear(4, 6), "token": nn.Parameter(torch.randn(6)), "head": nn.Linear(6, 3)}
+    return built(lambda: Network(run, **parts)), batch((times, 4), 3)
+
+
+def test_times_that_transformers_masks_are_exact_and_the_generators_go_on_as_if_not_analysed():
+    model, (inputs, targets) = masked(5)
+    before = read_generators()
+    plan = fedveil.analyse(model, inputs)
+    assert plan.coverage == 1
+    perturbation = fedveil.Veil().perturb(model, plan)
+    assert check_exact(perturbation, model, inputs, targets) is not None  # both passes draw the same numbers
+    assert read_generators() == before
+    for seed in range(4):
+        np.random.seed(seed)
+        update = fedveil.client_step(model, perturbation.broadcast, inputs, targets)
+        np.random.seed(seed)
+        assert_close(perturbation.recover([update]).gradients, plain(model, inputs, targets)[0])
 
 
 ATTACHED = {

@@ -1,4 +1,4 @@
-"""Structures of published transformers: masked features, resized positions, weight_norm, no_grad, assertions."""
+"""Structures of published transformers: masked features, resized positions, weight_norm, no_grad, assertions, masks."""
 
 import pytest
 import torch
@@ -184,3 +184,58 @@ def test_what_a_failed_export_records_is_not_printed(capfd):
     with pytest.raises(NotTraceable):
         fedveil.analyse(model, torch.zeros(2, 4))
     assert capfd.readouterr() == ("", "")
+
+
+def select_pixels(model, x):
+    """Select the pixels for which a mask is true, so that their number depends on the data, and add them by sample."""
+    mask = x[:, 0] > 0
+    pixels = model.first(x).permute(0, 2, 3, 1)[mask]
+    pixels = model.mix(model.again(pixels.relu()).view(pixels.size(0), 2, -1).sum(1))
+    sample, _, _ = mask.nonzero(as_tuple=True)
+    return model.head(pixels.new_zeros(len(x), 4).index_add_(0, sample, pixels.relu()))
+
+
+def sort_pixels(model, x):
+    """Write pixels into new memory by the value of a mask, with a layer for each."""
+    pixels, mask = model.first(x).permute(0, 2, 3, 1).flatten(0, 2), (x[:, 0] > 0).flatten()
+    out = pixels.new_empty(len(pixels), 4)
+    for layer, chosen in ((model.mix, mask), (model.other, ~mask)):
+        index = chosen.nonzero().view(-1)
+        out.index_copy_(0, index, layer(pixels.index_select(0, index)))
+    return model.head(out.relu().view(len(x), -1, 4).mean(1))
+
+
+@pytest.mark.parametrize(("forward", "layer"), [(select_pixels, ("again", 6, 6)), (sort_pixels, ("other", 3, 4))])
+def test_sizes_that_depend_on_the_data_stay_exact(forward, layer):
+    name, *sizes = layer
+    layers = {"mix": nn.Linear(3, 4), name: nn.Linear(*sizes), "head": nn.Linear(4, 3)}
+    channels = 6 if name == "again" else 3
+    model = built(lambda: Network(forward, first=nn.Conv2d(3, channels, 3, padding=1), **layers))
+    inputs, targets = batch((3, 5, 5), 3)
+    assert planned(model, inputs).shares["bare"] == 0
+    assert recovery_error(model, inputs, targets, groups=2, multiplicative=10.0) < 1e-9
+
+
+def test_a_mask_that_carries_noise_selects_nothing_that_does():
+    def run(model, x):
+        hidden = model.first(x).permute(0, 2, 3, 1)
+        chosen = hidden[hidden > 0]
+        return model.head(hidden.mean((1, 2)) * chosen.mean())
+
+    model = built(lambda: Network(run, first=nn.Conv2d(3, 4, 3), head=nn.Linear(4, 3)))
+    inputs, targets = batch((3, 5, 5), 3)
+    assert recovery_error(model, inputs, targets, multiplicative=10.0) < 1e-9
+
+
+@pytest.mark.parametrize("stacks", [1, 2])
+def test_a_weight_with_one_matrix_has_factors_for_its_columns_unless_it_is_broadcast(stacks):
+    def run(model, x):
+        hidden = (x * model.gain) @ model.weight  # which has a leading dim of size 1
+        return model.head(hidden.relu().sum(0))
+
+    values = {"weight": nn.Parameter(torch.randn(1, 5, 6)), "gain": nn.Parameter(torch.rand(stacks, 1, 1) + 0.5)}
+    model = built(lambda: Network(run, **values, head=nn.Linear(6, 3)))
+    inputs, targets = batch((5,), 3)
+    sizes = {axis.written_by[0]: axis.size for axis in planned(model, inputs).axes}
+    assert sizes["weight"] == (6 if stacks == 1 else 1)  # columns, or all of them together
+    assert recovery_error(model, inputs, targets, multiplicative=10.0) < 1e-9

@@ -182,7 +182,7 @@ def few(count):
         (lambda given: {"others": few(19)}, "there are only 19 others"),
         (lambda given: {"others": tuple(map(torch.cat, zip(given["others"], given["members"], strict=True)))},
          "40 of the 80 others are also members; record 40, for example, equals member 0"),
-        (lambda given: {"others": (torch.randn(40, 5), torch.randint(3, (40,)))}, "expected inputs to be float of shape"),
+        (lambda given: {"others": (torch.randn(40, 5), torch.randint(3, (40,)))}, "expected inputs to be float of"),
         (lambda given: {"model": nn.Linear(7, 3)}, "the model does not accept"),
         (lambda given: {"model": nn.Linear}, "the model is a type, not a module"),
         (lambda given: {"model": nn.Linear(4, 2)}, "classes range from 0 to 2"),

@@ -13,7 +13,7 @@ ACTIONS = (
 )
 NAME = "for new, the name of the member; otherwise its key file"
 SERVER = "for policy: public key of the server to answer (the 64 hexadecimal digits in its roster line)"
-PACKAGE = "installed package, such as bank_flare, whose classes a job may use without sending code"
+PACKAGE = "installed package, such as bank_flare, whose classes a job may use without shipping their code"
 
 
 def keys(

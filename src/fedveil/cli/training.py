@@ -27,9 +27,7 @@ VEIL_PARTS = (
     "bare",
     "revealed",
 )  # kinds of parameter values that the coverage of a veil counts
-OUT_HELP = (
-    "folder for the run; by default runs/DATA-MODEL-DEFENCE-SEED, with a number added if that folder contains a run"
-)
+OUT_HELP = "folder for the run; by default runs/DATA-MODEL-DEFENCE-SEED, numbered if that folder already contains a run"
 NAME_HELP, TO_HELP = "data set to download", "folder for the download; by default FEDVEIL_DATA or the cache"
 QUIET_HELP = "do not show progress"
 RESUME_HELP = "continue the run in --out (by default, the latest); only --epochs may change"

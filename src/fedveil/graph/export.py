@@ -24,6 +24,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from fedveil.errors import AnalysisError, BadArgument, FedveilError, NotTraceable
+from fedveil.graph.draws import restore_generators
 from fedveil.graph.inputs import Inputs, arguments, each, tensors
 from fedveil.graph.operations import is_in_place, operation_name
 from fedveil.graph.outputs import return_predictions
@@ -155,7 +156,7 @@ def export(model: nn.Module, inputs: Inputs, samples: int = SAMPLES, skipped: Co
     names = {name: name_by_id.setdefault(id(tensor), name) for name, tensor in state}  # tied tensors have several names
     args, kwargs = arguments(check_example(model, inputs, samples))
     try:
-        with silence_torch(), SkipMode(skipped) as mode:
+        with silence_torch(), restore_generators(), SkipMode(skipped) as mode:
             program = torch.export.export(return_predictions(model_copy), args, kwargs, strict=False)
             if any(map(_needs_functionalization, _list_graphs(program.graph_module))):
                 program = program.run_decompositions({})

@@ -6,15 +6,16 @@ backward pass that clamps, masks or rounds them does not have the same effect as
 gradient would be wrong. Forward hooks are part of forward and are supported.
 """
 
+import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from fedveil.errors import BadArgument, NotExact
+from fedveil.errors import BadArgument, NotExact, NotTraceable
 
 FIX_HOOK = "remove it; change gradients in the step of your own optimizer, which receives the recovered gradients"
 FIX_BACKWARD = (
@@ -29,6 +30,12 @@ KNOWN_BACKWARD = {
     "transformers.models.sew_d.modeling_sew_d.XDropout",
     "transformers.models.sew_d.modeling_sew_d.XSoftmax",
 }
+# Functions of transformers that draw positions with NumPy: masked times and features, or blocks of keys to attend to.
+# They become constants, whose values no rule uses.
+KNOWN_DRAWS = re.compile(
+    r"transformers\.models\.\w+\.modeling_\w+\."
+    r"(_compute_mask_indices|BigBird\w+\.(_get_single_block_row_attention|\w*bigbird_block_\w+))(\.<locals>\.<\w+>)?"
+)
 KNOWN_PACKERS = ("torch.utils.checkpoint", "torch.autograd.graph")  # they restore tensors exactly
 
 
@@ -76,6 +83,16 @@ def refuse_custom_backward(node: Node, where: str) -> None:
         raise NotExact(where, "its reentrant checkpoint hides the backward pass of its layers", FIX_REENTRANT)
     message = f"the backward pass of {name} is user-defined, and would receive perturbed gradients"
     raise NotExact(where, message, FIX_BACKWARD)
+
+
+def refuse_draws(found: Collection[str], model_name: str) -> None:
+    """Refuse functions of forward that draw from NumPy's or Python's global generator."""
+    for own in found:
+        if not KNOWN_DRAWS.fullmatch(own):
+            what = f"{own} draws random numbers from NumPy or Python, which may decide what forward computes"
+            raise NotTraceable(
+                model_name, what, "draw them with torch, such as torch.rand(()) < 0.1, or remove the code"
+            )
 
 
 WRAPPER = "OptimizedModule"  # the class of modules that torch.compile returns; importing it takes a second

@@ -19,8 +19,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedveil.errors import FedveilError, NotExact
+from fedveil.graph.draws import find_draws, read_generators, restore_generators
 from fedveil.graph.export import SAMPLES, SkipMode, check_example, copy_model, explain, silence_torch
-from fedveil.graph.foreign_code import FIX_HOOK, new_nodes, refuse_custom_backward, refuse_packing
+from fedveil.graph.foreign_code import FIX_HOOK, new_nodes, refuse_custom_backward, refuse_draws, refuse_packing
 from fedveil.graph.inputs import Inputs, Named, arguments, each
 from fedveil.graph.outputs import return_predictions
 
@@ -128,11 +129,24 @@ def probe(model: nn.Module, inputs: Inputs, samples: int = SAMPLES) -> list[Oper
 
     Raises:
         NotExact: forward defines a backward pass, registers a hook on a tensor, or packs saved tensors.
-        NotTraceable: forward fails on fake tensors.
+        NotTraceable: forward fails on fake tensors, or draws random numbers from NumPy or Python.
     """
+    with silence_torch():
+        with restore_generators():
+            state = read_generators()
+            operations = _record(model, inputs, samples)
+            has_drawn = read_generators() != state
+        if has_drawn:
+            with restore_generators(), find_draws() as functions:
+                _record(model, inputs, samples)
+            refuse_draws(functions, type(model).__name__)
+    return operations
+
+
+def _record(model: nn.Module, inputs: Inputs, samples: int) -> list[Operation]:
     model_copy, paths = return_predictions(copy_model(model)), [type(model).__name__]
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
-    with silence_torch(), torch.enable_grad(), torch.random.fork_rng(devices=[]), mode:
+    with torch.enable_grad(), mode:
         values = {name: _make_fake(mode, tensor) for name, tensor in _state(model_copy).items()}
         args, kwargs = arguments(each(mode.from_tensor, check_example(model, inputs, samples)))
         labels = {id(value): name for name, value in values.items()}

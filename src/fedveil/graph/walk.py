@@ -5,7 +5,8 @@ import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from torch import Tensor, fx
+import torch
+from torch import SymInt, Tensor, fx
 from torch.utils import _pytree as pytree
 
 from fedveil.graph import rules as rules
@@ -14,6 +15,8 @@ from fedveil.graph.export import ModelGraph
 from fedveil.graph.ledger import Ledger
 from fedveil.graph.operations import describe_location, innermost_module, is_in_place, named_arguments, operation_name
 from fedveil.graph.units import Units, varying_dims
+
+DATA_SIZE = 101  # stands for a size that depends on the data
 
 
 @dataclass
@@ -59,7 +62,7 @@ class Walk:
         return state_tensor
 
     def _call(self, node: fx.Node) -> object:
-        output = node.meta.get("val")
+        output = pytree.tree_map_only((Tensor, SymInt), choose_sizes, node.meta.get("val"))
         if node.target is operator.getitem:
             items, index = self.values[node.all_input_nodes[0]], node.args[1]
             assert isinstance(items, Sequence)
@@ -132,3 +135,23 @@ class Walk:
                 operand.leave_bare(where, reason)
             elif isinstance(operand, Activation):
                 self.ledger.pin(operand.units, where, reason)
+
+
+def choose_sizes(value: Tensor | SymInt) -> Tensor | int:
+    """Replace sizes that depend on the data, such as the number of true elements of a mask, by different numbers.
+
+    Rules only need to know which sizes are equal, and that these are not 1.
+    """
+    if isinstance(value, SymInt):
+        return _choose_size(value)
+    if all(isinstance(size, int) for size in (*value.shape, *value.stride())):
+        return value
+    shape, strides = ([_choose_size(size) for size in own] for own in (value.shape, value.stride()))
+    return torch.empty_strided(shape, strides, dtype=value.dtype, device="meta")
+
+
+def _choose_size(size: int | SymInt) -> int:
+    if isinstance(size, int):
+        return size
+    expression = size.node.expr
+    return int(expression.subs({own: DATA_SIZE + 2 * int(own.name[1:]) for own in expression.free_symbols}))

@@ -20,7 +20,8 @@ def configure(kit: Path, *packages: str) -> Path:
 
     Args:
         kit: folder of the startup kit.
-        packages: names of installed packages whose classes a job may use without sending code, such as "bank_flare".
+        packages: names of installed packages, such as "bank_flare", whose classes a job may use without shipping their
+            code.
     """
     local = Path(kit) / "local"
     settings: dict[str, Any] = {"format_version": 2}

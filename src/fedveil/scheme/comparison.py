@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fedveil.checks import suspend_autocast
 from fedveil.errors import NotExact
-from fedveil.graph.draws import FixedDraws
+from fedveil.graph.draws import FixedDraws, restore_generators
 from fedveil.graph.foreign_code import run_eagerly
 from fedveil.graph.inputs import Inputs, each
 from fedveil.scheme.broadcast import Broadcast, check_inputs
@@ -68,7 +68,7 @@ def check_exact(
     check_inputs(model, broadcast, inputs)  # before random numbers are fixed
     if targets is None:
         broadcast = dataclasses.replace(broadcast, loss=SquaredError())
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with torch.no_grad(), restore_generators():
             outputs = compute_outputs(
                 model, each(Tensor.clone, inputs), {name: b.clone() for name, b in model.named_buffers()}
             )
@@ -115,7 +115,7 @@ class _GradientPair:
         broadcast = self.broadcast
         if last_digit is not None:
             broadcast = dataclasses.replace(broadcast, parameters=_change_last_digit(broadcast.parameters, last_digit))
-        with torch.random.fork_rng(devices=[]), run_eagerly(self.model), draws:
+        with restore_generators(), run_eagerly(self.model), draws:
             update = client_step(self.model, broadcast, self.inputs, self.targets)
         result = self.perturbation.recover([update], [1.0])
         return dict(result.gradients), result.error
@@ -128,7 +128,7 @@ class _GradientPair:
             values = _change_last_digit(values, last_digit)
         leaves = {name: values[name].requires_grad_() for name in self.broadcast.trainable}
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        with torch.random.fork_rng(devices=[]), run_eagerly(model), draws, torch.enable_grad():
+        with restore_generators(), run_eagerly(model), draws, torch.enable_grad():
             outputs = compute_outputs(model, each(Tensor.clone, self.inputs), values | buffers)
             delta = _output_cotangent(loss, outputs.detach(), self.targets, head_axis(model))
             result = torch.autograd.grad(outputs, list(leaves.values()), delta, allow_unused=True)

@@ -220,8 +220,11 @@ def _multiply(call: Call, a: Operand, a_labels: Labels, b: Operand, b_labels: La
     """Use `project` if one of the tensors is a parameter, otherwise `contract`."""
     for x, x_labels, weight, labels in ((a, a_labels, b, b_labels), (b, b_labels, a, a_labels)):
         if isinstance(weight, StateTensor) and weight.is_parameter and not isinstance(x, StateTensor):
-            sizes = zip(weight.value.shape, labels, strict=True)
-            if any(n == 1 and label in x_labels and label.startswith("b") for n, label in sizes):
+            sizes, x_sizes = (
+                zip(weight.value.shape, labels, strict=True),
+                dict(zip(x_labels, x.value.shape, strict=True)),
+            )
+            if any(n == 1 and x_sizes.get(label, 1) > 1 and label.startswith("b") for n, label in sizes):
                 break  # a weight that is broadcast over heads is treated as an activation
             return project(call, x.units, x_labels, Weight(weight, weight.value, tuple(labels)), None, out)
     return contract(call, a, a_labels, b, b_labels, out)

@@ -1,7 +1,7 @@
 """Rules for operations that only move elements, repeat them or add zeros; units move with their elements."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -69,7 +69,10 @@ rule("slice", "narrow", "slice_copy")(lambda call: _move_along(call, call.dim(),
 rule("select", "select_copy")(lambda call: _select(call, call.dim(), *call.integers("index")))
 rule("unbind")(lambda call: [_select(call, call.dim(), index) for index in range(len(call.output))])
 rule("expand", "expand_as", "broadcast_to", "expand_copy")(lambda call: call.broadcast(call.x))
-rule("zeros", "zeros_like", "new_zeros", "zero")(lambda call: Units(zero=True))
+# What is read from memory that was never written is undefined, so it may be taken for zeros.
+rule(
+    "zeros", "zeros_like", "new_zeros", "zero", "empty", "empty_like", "new_empty",
+)(lambda call: Units(zero=True))  # fmt: skip
 
 
 @rule("split", "chunk", "split_with_sizes", "tensor_split", "unsafe_split", "unsafe_chunk")
@@ -233,10 +236,19 @@ def index(call: Call) -> Outcome:
         dim: as_tensor(argument) for dim, argument in enumerate(call.sequence("indices")) if argument is not None
     }
     if any(i.value.dtype == torch.bool for i in indices.values()):
-        raise NoRule("its index is a mask, so the number of selected elements is unknown")
+        return _select_true(call, *indices.popitem(), others=indices)
     zeros = torch.zeros((1,) * max(i.value.dim() for i in indices.values()), dtype=torch.int64)
     key = tuple(zeros if dim in indices else slice(None) for dim in range(call.x.value.dim()))
     return share(call, call.x.units, frozenset(indices)).map(lambda factor: factor[key])
+
+
+def _select_true(call: Call, first: int, mask: Operand, others: Mapping[int, Operand]) -> Units:
+    """Select the elements for which a mask is true; the dims that it covers, from `first`, become one."""
+    if others or any(mask.units[:2]):
+        raise NoRule("its index is a mask that carries noise, or one of several indices")
+    covered = range(first, first + mask.value.dim())
+    key = tuple(0 if dim in covered[1:] else slice(None) for dim in range(call.x.value.dim()))
+    return share(call, call.x.units, frozenset(covered)).map(lambda factor: factor[key])
 
 
 def share(call: Call, units: Units, dims: Dims) -> Units:
