@@ -19,7 +19,7 @@ from torch import nn
 from fedveil import Entropy, cli, errors
 from fedveil.defences import DBCL, PPDL, Plain, Private, Samples, Veil
 from fedveil.defences.plain import PlainRound, PlainUpdate, average
-from fedveil.defences.private import ClientPrivateRound, find_moving_tensors
+from fedveil.defences.private import ClientPrivateRound, find_mutated_tensors
 from fedveil.federation import Federation
 from fedveil.models import cnn, resnet
 from fedveil.privacy.accounting import epsilon
@@ -289,7 +289,7 @@ def test_the_search_for_moving_buffers_changes_neither_the_model_nor_the_random_
     model = built(lambda: nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Dropout()))
     before, state = {name: b.clone() for name, b in model.named_buffers()}, torch.get_rng_state()
     moving = ["buffer 1.running_mean", "buffer 1.running_var", "buffer 1.num_batches_tracked"]
-    assert find_moving_tensors(model, batch((6,))[0]) == moving
+    assert find_mutated_tensors(model, batch((6,))[0]) == moving
     assert all(torch.equal(before[name], b) for name, b in model.named_buffers())
     assert torch.equal(state, torch.get_rng_state())
 

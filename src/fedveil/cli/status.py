@@ -34,12 +34,12 @@ def status(
     if not runs:
         message = "neither this folder nor its subfolders contain a status.json"
         raise BadArgument(str(run), message, "use the folder that was passed to fit(folder=...) or --out")
-    for number, folder in enumerate(runs):
+    for index, folder in enumerate(runs):
         result = read_status(folder)
         if as_json:
             print(json.dumps({"folder": str(folder), "expected_end": result.expected_end, **asdict(result)}))
             continue
-        print(*([""] if number else []), folder, sep="\n" if number else "")
+        print(*([""] if index else []), folder, sep="\n" if index else "")
         lines = describe_status(result, time.time())
         width = max(13, *map(len, lines))
         for name, value in lines.items():

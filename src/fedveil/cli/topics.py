@@ -8,7 +8,10 @@ from tyro.conf import Positional, arg
 from fedveil.checks import check_choice
 
 PACKAGE = Path(__file__).parents[1]
-FOLDERS = (PACKAGE / "pages", PACKAGE.parents[1] / "docs")  # in an installed package (setup.py), and in a checkout
+FOLDERS = (
+    PACKAGE / "pages",
+    PACKAGE.parents[1] / "docs",
+)  # in an installed package (copied by setup.py), in a checkout
 DIRECTIVE = "\n::: "  # marks generated reference pages, which are left out
 
 

@@ -72,9 +72,9 @@ class FilteredClient(PlainClient):
 
 def refuse_buffers(name: str, model: nn.Module, example: Inputs) -> None:
     """Refuse a model with buffers that depend on the data, because they are sent unfiltered."""
-    from fedveil.defences.private import find_moving_tensors  # imported here because most filters do not need it
+    from fedveil.defences.private import find_mutated_tensors  # imported here because most filters do not need it
 
-    if changing_tensors := find_moving_tensors(model, example):
+    if changing_tensors := find_mutated_tensors(model, example):
         message = f"{changing_tensors[0]} depends on the clients' data, and is sent without noise"
         raise BadArgument(name, message, "use GroupNorm or LayerNorm instead of BatchNorm (--norm none for a ResNet)")
 

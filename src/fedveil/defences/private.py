@@ -61,7 +61,7 @@ class PrivateDefence(Defence[B, U]):
 
     def server(self, model: nn.Module, example: Inputs, loss: Loss) -> "PrivateServer[B, U]":
         """Prepare the inner server; refuse a model whose buffers depend on the clients' data."""
-        if changing_tensors := find_moving_tensors(model, example):
+        if changing_tensors := find_mutated_tensors(model, example):
             message = f"{changing_tensors[0]} depends on the clients' data, but is not clipped or protected by noise"
             fix = "use GroupNorm or LayerNorm instead of BatchNorm (--norm none for a ResNet), or model.eval()"
             if changing_tensors[0].startswith("parameter"):
@@ -273,7 +273,7 @@ class ClientPrivateRound(PrivateRound[B, U]):
         return split_vector(total / clients, reference)
 
 
-def find_moving_tensors(model: nn.Module, example: Inputs) -> list[str]:
+def find_mutated_tensors(model: nn.Module, example: Inputs) -> list[str]:
     """Return the buffers and parameters that a forward pass would change or write to, without changing them."""
     parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     buffers, dtype = copy_buffers(model), next(model.parameters()).dtype

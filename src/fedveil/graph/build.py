@@ -165,7 +165,7 @@ def _build_axes(ledger: Ledger, scales: Scales) -> tuple[Axis, ...]:
     """Group scale units into axes, and merge axes that share a class."""
     classes = scales.classes
     origins = [(where, classes[units.numpy()]) for where, units in ledger.scale_origins]
-    pairs = [(np.full_like(members, number), len(origins) + members) for number, (_, members) in enumerate(origins)]
+    pairs = [(np.full_like(members, index), len(origins) + members) for index, (_, members) in enumerate(origins)]
     roots = components(len(origins) + len(scales.symmetries), pairs)  # the first origin in each node's component
     limits: dict[int, dict[Reason, None]] = {}
     for limit in ledger.limits:

@@ -46,8 +46,8 @@ def p_value(correct: int, guesses: int, canaries: int, epsilon: float, delta: fl
 def gaussian_estimate(inside: Reals, outside: Reals, delta: float, confidence: float = 0.95) -> float:
     """Estimate epsilon from the scores of canaries inside and outside the data, as for a Gaussian mechanism.
 
-    The estimate is tighter than the bound, but is not a proof, because it assumes normally distributed scores. It uses
-    the lower end of a confidence interval for the distance between the means.
+    The estimate is tighter than `epsilon_lower_bound` but proves nothing, because it assumes normally distributed
+    scores. It uses the lower end of a confidence interval for the distance between the means.
     """
     if not outside.std():  # there is no noise
         return math.inf if inside.mean() > outside.mean() else 0.0

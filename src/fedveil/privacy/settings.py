@@ -123,7 +123,7 @@ class Privacy:
 
         Args:
             num_values: the number of values in one gradient.
-            num_candidates: the number of gradients per record.
+            num_candidates: the number of gradients for each record.
             members: the number of clients selected for the round, with secure aggregation.
         """
         assert self.noise is not None

@@ -199,11 +199,11 @@ def draw_curves(curves: Curves, limit: int) -> Markup:
     bands = [_band(curves, line) for line in lines]
     axes = _build_axes(curves, lines, bands)
     drawable: list[dict[str, object]] = []
-    for number, line in enumerate(lines):
-        attributes: dict[str, object] = {"name": line.name, "number": number, "dash": _dash(number)}
+    for index, line in enumerate(lines):
+        attributes: dict[str, object] = {"name": line.name, "number": index, "dash": _dash(index)}
         attributes |= {"path": "", "band": "", "last": ""}
         if axes and line.drawable:
-            attributes |= _stroke(number, line, axes, limit) | {"band": _outline(bands[number], axes, limit)}
+            attributes |= _stroke(index, line, axes, limit) | {"band": _outline(bands[index], axes, limit)}
         drawable.append(attributes)
     coincident = _coincidences(lines, axes[1]) if axes else []
     summary = f"Line chart of {', '.join(curves.series)}: {curves.y_label} over {curves.x_label}."
@@ -289,7 +289,7 @@ def draw_intervals(section: Intervals) -> Markup:
         section=section,
         rows=rows,
         grouped=any(groups),
-        looks={name: number for number, name in enumerate(dict.fromkeys(row.name for row in section.rows))},
+        looks={name: index for index, name in enumerate(dict.fromkeys(row.name for row in section.rows))},
         axis=axis,
         references=place_references(section.references, axis),
         LEVEL=LEVEL_HEIGHT,

@@ -159,8 +159,8 @@ class _BatchRun:
             with torch.no_grad():
                 output_cotangents = cotangents(self.broadcast.loss, head, outputs, self.targets, self.weights)
             result = self._allocate(len(output_cotangents))
-            for number, cotangent in enumerate(output_cotangents):
-                self._run_backward(result, number, outputs, cotangent, is_last=number == len(output_cotangents) - 1)
+            for index, cotangent in enumerate(output_cotangents):
+                self._run_backward(result, index, outputs, cotangent, is_last=index == len(output_cotangents) - 1)
         return result, buffers
 
     def compute_candidates(self, head: PublicHead) -> tuple[Tensors, Tensors]:

@@ -29,7 +29,7 @@ class Loss(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """The name of the loss in messages."""
+        """The name that identifies the loss in broadcasts and errors."""
 
     @property
     def couples(self) -> bool:

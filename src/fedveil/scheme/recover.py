@@ -205,7 +205,7 @@ def recover(secret: Recovery, updates: Sequence[Update], weights: Sequence[float
         raise BadArgument("recover", message, "pass a list with one update per client")
     check_updates(secret, updates)
     shares = _client_shares(updates, weights)
-    nonzero = [number for number, coefficient in enumerate(secret.coefficients) if coefficient]
+    nonzero = [index for index, coefficient in enumerate(secret.coefficients) if coefficient]
     passes = range(nonzero[0], nonzero[-1] + 1)  # all passes, or only the true offset's pass if there are decoys
     gradients, sums = _sum_passes(secret, updates, shares, passes)
     # also check the passes for decoys, so that a refusal does not reveal the true offset

@@ -251,7 +251,7 @@ class Reveal:
     def from_bytes(cls, data: bytes) -> "Reveal":
         """Decode the message."""
         head, body = unpack(data, "reveal")
-        return cls(head.settle(), head.split_by_name("signers", body, SIGNATURE_SIZE))
+        return cls(head.settle(), head.split_by_member("signers", body, SIGNATURE_SIZE))
 
 
 @dataclass(frozen=True, repr=False)
@@ -270,7 +270,7 @@ class RevealReply:
     def from_bytes(cls, data: bytes) -> "RevealReply":
         """Decode the message."""
         head, body = unpack(data, "revealed")
-        return cls(head.raw("context", HASH_SIZE), head.split_by_name("dealers", body, SHARE_SIZE))
+        return cls(head.raw("context", HASH_SIZE), head.split_by_member("dealers", body, SHARE_SIZE))
 
 
 class _Fields:
@@ -319,12 +319,12 @@ class _Fields:
         """Return the fields of M3."""
         return Settle(self.raw("context", HASH_SIZE), self.count("step"), self.names("members"))
 
-    def split_by_name(self, name: str, body: memoryview, size: int) -> dict[str, bytes]:
-        """Split raw bytes into one block per name in a field."""
-        names = self.names(name)
+    def split_by_member(self, field: str, body: memoryview, size: int) -> dict[str, bytes]:
+        """Split raw bytes into equal blocks, one for each member listed in a field, and return them by member."""
+        names = self.names(field)
         if len(body) != size * len(names):
             raise BadArgument(
-                self._kind, f"expected {size * len(names)} bytes for {len(names)} {name}, got {len(body)}"
+                self._kind, f"expected {size * len(names)} bytes for {len(names)} {field}, got {len(body)}"
             )
         return dict(zip(names, _split(body, size), strict=True))
 

@@ -92,7 +92,7 @@ class Conduct:
 
 
 class Tally:
-    """One attempt at a sum.
+    """The server's side of one attempt to compute a sum.
 
     Args:
         opening: the opening that was sent in M1.

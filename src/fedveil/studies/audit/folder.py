@@ -198,7 +198,7 @@ def _check_values(folder: Path, model: nn.Module, state: checkpoint.Content) -> 
     except RuntimeError as error:
         message = f"the checkpoint belongs to another network: {str(error).splitlines()[-1].strip()}"
         raise BadArgument(
-            str(folder), message, "pass the network of this run with --model, or model= in Python"
+            str(folder), message, "pass the network that this run used: --model, or model= in Python"
         ) from error
 
 
