@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fedveil
 from fedveil.errors import NotExact, NotTraceable
-from fedveil.graph.draws import read_generators
+from fedveil.graph.foreign_code import read_generators
 from fedveil.models import mlp
 from fedveil.scheme.comparison import check_exact
 

@@ -91,7 +91,7 @@ class Sparse:
 REFUSED = {
     "text": (np.array(["red"]), ["the array contains 'red', at [0]", "pandas.get_dummies"]),
     "bytes": (np.array([b"red"]), ["the array contains b'red'"]),
-    "dates": (np.array(["2020-01-01"], dtype="M8[D]"), ["the array contains 2020-01-01, at [0]", "days since an"]),
+    "dates": (np.array(["2020-01-01"], dtype="M8[D]"), ["the array contains 2020-01-01, at [0]", "days since a"]),
     "records": (FIELDS, ["the array contains (1.0, 2), at [0]"]),
     "None": (np.array([[1, 2], [3, None]]), ["the array contains None, at [1, 1]", "omit these records"]),
     "objects": (np.array([1, "red"], dtype=object), ["the array contains 'red', at [1]"]),

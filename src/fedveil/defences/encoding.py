@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fedveil.errors import ModelMismatch
 from fedveil.graph.plan import ModelState
-from fedveil.scheme.broadcast import FIX_CODE, check_trainable, match_model
+from fedveil.scheme.broadcast import CODE_FIX, check_trainable, match_model
 from fedveil.scheme.recover import check_finite, check_tensors
 from fedveil.wire import Packed, Tensors, Values, add_prefix, check_fields, strip_prefix
 
@@ -61,7 +61,7 @@ def unpack_model(model: nn.Module, values: Values, tensors: Tensors) -> nn.Modul
     unknown_paths = sorted(training - {path for path, _ in model_state.modes})
     if unknown_paths or len(training) < len(result["training"]):
         message = f"there is no module {unknown_paths[0][:80]!a}" if unknown_paths else "training lists a module twice"
-        raise ModelMismatch("broadcast", message, FIX_CODE)
+        raise ModelMismatch("broadcast", message, CODE_FIX)
     received_model = copy.deepcopy(model)
     for name, parameter in received_model.named_parameters():
         parameter.data = parameters[name].to(parameter.device)

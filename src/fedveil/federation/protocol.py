@@ -365,7 +365,7 @@ class Engine(Protocol):
         """Start counting the traffic of a round."""
 
     def members(self) -> list[Member]:
-        """Return the clients that can be asked now, in a fixed order."""
+        """Return the clients that are currently available, in a fixed order."""
 
     def ask(self, round_number: int, defence_round: AnyRound, members: Sequence[Member]) -> Iterator[AnyReply | Fault]:
         """Send the broadcast of round `round_number`; yield replies, each for one or more clients, and faults."""

@@ -124,7 +124,7 @@ def _check_outputs(model: nn.Module, outputs: Sequence[Tensor]) -> None:
             raise AnalysisError(name, message, f"return them in {parameter.dtype}")
 
 
-FIX_REPORT = (
+REPORT_FIX = (
     "report a bug and attach the model; until then, use a defence that does not analyse models: 'plain' or 'ppdl'"
 )
 
@@ -173,4 +173,4 @@ def make_plan(
         raise
     except Exception as error:
         message = f"its operations cannot be analysed: {first_line(error)}"
-        raise AnalysisError(type(model).__name__, message, FIX_REPORT) from error
+        raise AnalysisError(type(model).__name__, message, REPORT_FIX) from error

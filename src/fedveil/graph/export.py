@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from fedveil.errors import AnalysisError, BadArgument, FedveilError, NotTraceable
-from fedveil.graph.draws import restore_generators
+from fedveil.graph.foreign_code import restore_generators
 from fedveil.graph.inputs import Inputs, arguments, each, tensors
 from fedveil.graph.operations import is_in_place, operation_name
 from fedveil.graph.outputs import return_predictions

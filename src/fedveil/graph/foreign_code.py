@@ -6,23 +6,28 @@ backward pass that clamps, masks or rounds them does not have the same effect as
 gradient would be wrong. Forward hooks are part of forward and are supported.
 """
 
+import random
 import re
+import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from types import CodeType, FrameType
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from fedveil.errors import BadArgument, NotExact, NotTraceable
 
-FIX_HOOK = "remove it; change gradients in the step of your own optimizer, which receives the recovered gradients"
-FIX_BACKWARD = (
+HOOK_FIX = "remove it; change gradients in the step of your own optimizer, which receives the recovered gradients"
+BACKWARD_FIX = (
     "use torch functions, which autograd can differentiate; for an identity with a different gradient, such as "
     "a straight-through estimator, use x + (f(x) - x).detach()"
 )
-FIX_REENTRANT = "pass use_reentrant=False to torch.utils.checkpoint.checkpoint"
+LIBRARIES = {"torch", "numpy", "fedveil"} | sys.stdlib_module_names
+REENTRANT_FIX = "pass use_reentrant=False to torch.utils.checkpoint.checkpoint"
 # User-defined backward passes of published packages that have been checked: each is the derivative of its forward pass,
 # or differs from it by a rounded constant, where the rules for the operations of forward let no factor through.
 KNOWN_BACKWARD = {
@@ -48,7 +53,7 @@ def refuse_hooks(hooks: tuple[tuple[str, str], ...], model_name: str) -> None:
     """Refuse a model with hooks; `hooks` lists the path of a module or tensor, and the kind of hook."""
     for path, message in hooks:
         fix = "remove the hook: call remove() on the handle that its registration returned"
-        raise NotExact(path or model_name, message, fix if message == GLOBAL_HOOK else FIX_HOOK)
+        raise NotExact(path or model_name, message, fix if message == GLOBAL_HOOK else HOOK_FIX)
 
 
 def refuse_packing(where: str) -> None:
@@ -80,9 +85,9 @@ def refuse_custom_backward(node: Node, where: str) -> None:
     if module.startswith("torch._higher_order_ops") or f"{module}.{name}" in KNOWN_BACKWARD:
         return
     if function is torch.utils.checkpoint.CheckpointFunction:
-        raise NotExact(where, "its reentrant checkpoint hides the backward pass of its layers", FIX_REENTRANT)
+        raise NotExact(where, "its reentrant checkpoint hides the backward pass of its layers", REENTRANT_FIX)
     message = f"the backward pass of {name} is user-defined, and would receive perturbed gradients"
-    raise NotExact(where, message, FIX_BACKWARD)
+    raise NotExact(where, message, BACKWARD_FIX)
 
 
 def refuse_draws(found: Collection[str], model_name: str) -> None:
@@ -147,3 +152,50 @@ def unwrap(where: str, model: nn.Module) -> nn.Module:
         message = f"{where}: the model was compiled by torch.compile; perturbed steps run without the compiled code."
         warnings.warn(message, UserWarning, stacklevel=3)
     return original
+
+
+def read_generators() -> tuple[object, ...]:
+    """Return the states of NumPy's and Python's global generators, which can be compared."""
+    numpy_state = np.random.get_state(legacy=False)
+    parts = [part.tobytes() if isinstance(part, np.ndarray) else part for part in numpy_state["state"].values()]
+    return parts, numpy_state["has_gauss"], numpy_state["gauss"], random.getstate()
+
+
+@contextmanager
+def restore_generators() -> Iterator[None]:
+    """Restore the states of all global generators afterwards, so that several passes draw the same numbers."""
+    numpy_state, python_state, initial = np.random.get_state(legacy=False), random.getstate(), read_generators()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        if read_generators() != initial:
+            np.random.set_state(numpy_state)
+            random.setstate(python_state)
+
+
+@contextmanager
+def find_draws() -> Iterator[dict[str, CodeType]]:
+    """Collect the functions that draw from NumPy's or Python's global generator, by module and name; this is slow."""
+    functions, state, profiler = dict[str, CodeType](), read_generators(), sys.getprofile()
+
+    def check(frame: FrameType | None, event: str, _: object) -> None:
+        nonlocal state
+        if event not in ("call", "return") or frame is None or _is_library(frame) or read_generators() == state:
+            return
+        state = read_generators()
+        caller = frame if event == "return" else frame.f_back
+        while caller and _is_library(caller):
+            caller = caller.f_back
+        if caller:
+            functions[f"{caller.f_globals.get('__name__')}.{caller.f_code.co_qualname}"] = caller.f_code
+
+    sys.setprofile(check)
+    try:
+        yield functions
+    finally:
+        sys.setprofile(profiler)
+
+
+def _is_library(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).partition(".")[0] in LIBRARIES

@@ -19,7 +19,7 @@ from fedveil.graph.plan import Plan
 from fedveil.graph.probe import agree, probe
 
 SIZE_STEP = 97  # a prime: sizes that depend on the number of samples differ by a multiple of it, or nearly so
-FIX_SIZES = "remove the code in forward that depends on sizes, or pad all inputs, and the example, to the same length"
+SIZES_FIX = "remove the code in forward that depends on sizes, or pad all inputs, and the example, to the same length"
 _CHECKED: WeakKeyDictionary[nn.Module, set[tuple[object, ...]]] = WeakKeyDictionary()  # sizes that passed
 
 
@@ -58,7 +58,7 @@ def check_sizes(
 def _compare(model: nn.Module, plan: Plan, signature: str, sizes: str) -> None:
     if plan.signature != signature:
         message = f"its forward method behaves differently with {sizes}, for which the model was analysed"
-        raise NotExact(type(model).__name__, message, FIX_SIZES)
+        raise NotExact(type(model).__name__, message, SIZES_FIX)
 
 
 def _has_same_operations(model: nn.Module, inputs: Inputs, samples: int) -> bool:

@@ -19,9 +19,17 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedveil.errors import FedveilError, NotExact
-from fedveil.graph.draws import find_draws, read_generators, restore_generators
 from fedveil.graph.export import SAMPLES, SkipMode, check_example, copy_model, explain, silence_torch
-from fedveil.graph.foreign_code import FIX_HOOK, new_nodes, refuse_custom_backward, refuse_draws, refuse_packing
+from fedveil.graph.foreign_code import (
+    HOOK_FIX,
+    find_draws,
+    new_nodes,
+    read_generators,
+    refuse_custom_backward,
+    refuse_draws,
+    refuse_packing,
+    restore_generators,
+)
 from fedveil.graph.inputs import Inputs, Named, arguments, each
 from fedveil.graph.outputs import return_predictions
 
@@ -80,7 +88,7 @@ class _HookMode(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in HOOKS:
             message = f"its forward method calls {name} on a tensor; the hook would receive perturbed gradients"
-            raise NotExact(self._paths[-1], message, FIX_HOOK)
+            raise NotExact(self._paths[-1], message, HOOK_FIX)
         reads_grad_fn = name == "__get__" and getattr(getattr(func, "__self__", None), "__name__", "") == "grad_fn"
         if (
             reads_grad_fn and sys._getframe(1).f_globals.get("__name__") != nn.Module.__module__
@@ -134,16 +142,16 @@ def probe(model: nn.Module, inputs: Inputs, samples: int = SAMPLES) -> list[Oper
     with silence_torch():
         with restore_generators():
             state = read_generators()
-            operations = _record(model, inputs, samples)
+            operations = _record_operations(model, inputs, samples)
             has_drawn = read_generators() != state
         if has_drawn:
             with restore_generators(), find_draws() as functions:
-                _record(model, inputs, samples)
+                _record_operations(model, inputs, samples)
             refuse_draws(functions, type(model).__name__)
     return operations
 
 
-def _record(model: nn.Module, inputs: Inputs, samples: int) -> list[Operation]:
+def _record_operations(model: nn.Module, inputs: Inputs, samples: int) -> list[Operation]:
     model_copy, paths = return_predictions(copy_model(model)), [type(model).__name__]
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
     with torch.enable_grad(), mode:

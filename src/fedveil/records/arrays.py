@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 Array = NDArray[np.generic]
 FORMS = "a tensor, a NumPy array, a pandas DataFrame or Series, or numbers"
-FIX_MISSING = "omit these records, or fill in a number such as the column's mean"
-FIX_NOT_NUMERIC = (
+ABSENT_FIX = "omit these records, or fill in a number such as the column's mean"
+NUMERIC_FIX = (
     "use numbers: pandas.get_dummies for inputs, pandas.factorize for classes, days since a fixed date for dates"
 )
 FIX_INT64 = "use integers that fit into int64"
@@ -137,7 +137,7 @@ def _read_column(name: str, series: "Series") -> Array:
         row, label = int(missing[0]), series.index[missing[0]]
         first_row = f"row {row}" + ("" if label == row else f" (index {label})")
         reason = f"{name} has {len(missing)} missing value{'s' * (len(missing) > 1)}, the first in {first_row}"
-        raise _NotNumericError(reason, FIX_MISSING)
+        raise _NotNumericError(reason, ABSENT_FIX)
     array: Array = series.to_numpy(dtype=getattr(series.dtype, "numpy_dtype", None))  # for nullable types such as Int64
     _check_numeric(name, array)
     return array
@@ -151,7 +151,7 @@ def _check_numeric(name: str, array: Array) -> None:
         if not isinstance(item, _NUMBERS) or (isinstance(item, int) and abs(item) >= 2**63):
             shown = repr(str(item)) if isinstance(item, str) else str(item)
             position = f", at {list(index)}" if index else ""
-            fix = FIX_MISSING if item is None else FIX_INT64 if isinstance(item, int) else FIX_NOT_NUMERIC
+            fix = ABSENT_FIX if item is None else FIX_INT64 if isinstance(item, int) else NUMERIC_FIX
             raise _NotNumericError(f"{name} contains {shown:.40}{position}", fix)
     raise _NotNumericError(f"{name} has type {array.dtype}", "convert it: .astype(float)")
 

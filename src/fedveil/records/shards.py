@@ -125,7 +125,7 @@ class StreamShards(Shards):
 
     @property
     def fusable(self) -> bool:
-        """Whether no client has a `collate_fn`, which may pad each client's batch to a different length."""
+        """Whether batches of several clients can be joined; a custom `collate_fn` may pad each differently."""
         return all(isinstance(source, Rows) or source.uses_default_collate for source in self.clients)
 
     def take_separately(self, rows: Tensor) -> Batch:

@@ -38,11 +38,11 @@ UserRecords: TypeAlias = tuple[object, object] | Mapping[str, object] | Dataset[
 FORMS = "(inputs, targets) of tensors, NumPy arrays or pandas frames, a Dataset of (input, target), or a DataLoader"
 CONSTANT_TYPES = bool | int | float | str | None  # types of constants that inputs may contain
 ITEMS = '(input, target), (input, input, ..., target), or dicts with "labels"'
-FIX_SUBSET = "use a DataLoader over torch.utils.data.Subset(dataset, indices)"
-FIX_WEIGHTED = (
+SUBSET_FIX = "use a DataLoader over torch.utils.data.Subset(dataset, indices)"
+WEIGHTED_FIX = (
     "pass one factor per class to the loss, which has the same effect on average: loss=fedveil.CrossEntropy(weight=w); "
 )
-FIX_WEIGHTED += "or sample once, before training: DataLoader(torch.utils.data.Subset(dataset, list(sampler)))"
+WEIGHTED_FIX += "or sample once, before training: DataLoader(torch.utils.data.Subset(dataset, list(sampler)))"
 LABEL_NAMES = ("labels", "label", "label_ids")  # the names of targets in a dict, as in Hugging Face datasets
 
 
@@ -282,7 +282,7 @@ def _check_loader(owner: str, loader: DataLoader[object], size: int) -> None:
     if loader.batch_size is None or not (shuffles or type(sampler) is SequentialSampler):
         kind = type(sampler if loader.batch_size else loader.batch_sampler or sampler).__name__
         message = f"the DataLoader chooses its records with a {kind}, which would be ignored"
-        raise BadArgument(owner, message, FIX_WEIGHTED if isinstance(sampler, WeightedRandomSampler) else FIX_SUBSET)
+        raise BadArgument(owner, message, WEIGHTED_FIX if isinstance(sampler, WeightedRandomSampler) else SUBSET_FIX)
 
 
 def choose_batch_size(clients: Sequence[object], batch_size: int | None, default: int) -> int:

@@ -185,7 +185,7 @@ def _call_factory(spec: str, kind: str, example: str, expected: type) -> object:
         with contextlib.suppress(ValueError):  # built-in classes have no signature
             inspect.signature(result).bind()
     except TypeError as error:
-        message, fix = f"cannot be called without arguments: {error}", "use a factory without required arguments"
+        message, fix = f"cannot be called without arguments: {error}", "use a factory that has no required arguments"
         raise BadArgument(spec, message, fix) from error
     return result()
 

@@ -100,7 +100,7 @@ class DataSettings(NamedSettings):
 class ModelSettings(NamedSettings):
     """The network."""
 
-    model: str = _key("mlp", "mlp, cnn, lenet, resnet8-56, or package.module:factory")
+    model: str = _key("mlp", "mlp, cnn, lenet, resnet8 to resnet56, or package.module:factory")
     layers: PositiveInt = _key(3, "number of hidden layers", "mlp")
     hidden: PositiveInt = _key(50, "number of units per hidden layer", "mlp")
     bias: bool = _key(True, "add a bias to each layer", "mlp")

@@ -33,7 +33,7 @@ MAX_AXES, MAX_CLASSES = 8, 2**18  # maximum number of axes and classes of a mode
 MAX_SETTING = 1e100  # maximum magnitude of a numeric setting, so that products do not overflow float64
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # dtypes in which clients compute
 NAMED_LOSSES: Mapping[str, type[Loss]] = {**LOSSES, **TOKEN_LOSSES}  # losses that are sent by name
-FIX_CODE = "build the client's model with the same code as the server's model"
+CODE_FIX = "build the client's model with the same code as the server's model"
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,7 +162,7 @@ def match_model(state: ModelState, parameters: Tensors, buffers: Tensors, *, com
             all(kind.is_floating_point for kind in dtypes) and len(floats) == 1 and value.dtype in FLOAT_DTYPES
         )
         if dtypes[0] != dtypes[1] and not is_common_float:
-            raise ModelMismatch(name, f"the broadcast has dtype {dtypes[0]}, but the model has {dtypes[1]}", FIX_CODE)
+            raise ModelMismatch(name, f"the broadcast has dtype {dtypes[0]}, but the model has {dtypes[1]}", CODE_FIX)
 
 
 def _match_shapes(received: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, complete: bool) -> bool:
@@ -173,14 +173,14 @@ def _match_shapes(received: Mapping[str, Tensor], expected: Mapping[str, Tensor]
         if tensor is None or tensor.shape != value.shape:
             shape = "no such tensor" if tensor is None else f"shape {tuple(tensor.shape)}"
             message = f"the broadcast has shape {str(tuple(value.shape))[:80]}, but the model has {shape}"
-            raise ModelMismatch(name[:80], message, FIX_CODE)
+            raise ModelMismatch(name[:80], message, CODE_FIX)
         dtypes_match = dtypes_match and value.dtype == tensor.dtype
     if complete and len(received) < len(expected):
         name = next(name for name in expected if name not in received)
         raise ModelMismatch(
             name,
             f"the broadcast has no such tensor, but the model has shape {tuple(expected[name].shape)}",
-            FIX_CODE,
+            CODE_FIX,
         )
     return dtypes_match
 
@@ -191,7 +191,7 @@ def check_trainable(trainable: Collection[str], parameters: Mapping[str, Tensor]
     invalid = [name for name in trainable if name not in differentiable]
     if invalid or not trainable or len(set(trainable)) < len(trainable):
         message = f"{invalid[0][:80]!a} cannot be trained" if invalid else "trainable is empty or contains a name twice"
-        raise ModelMismatch("broadcast", message, FIX_CODE)
+        raise ModelMismatch("broadcast", message, CODE_FIX)
 
 
 def select_row(buffers: Tensors, row: int) -> Tensors:
@@ -285,9 +285,9 @@ def _read_head(where: str, values: Values, tensors: Tensors, parameters: Tensors
     direction, partition, offset, candidates = (tensors[name] for name in _HEAD_TENSORS)
     weight, bias, dim = parameters.get(settings["weight"]), parameters.get(settings["bias"] or ""), settings["dim"]
     if weight is None or (bias is None) != (settings["bias"] is None):
-        raise ModelMismatch("head", "the broadcast has no parameters with the names of its weight and bias", FIX_CODE)
+        raise ModelMismatch("head", "the broadcast has no parameters with the names of its weight and bias", CODE_FIX)
     if weight.dim() < 2 or dim not in (0, 1) or not (settings["axis"] == -1 or 0 < settings["axis"] < MAX_AXES):
-        raise ModelMismatch("head", f"a weight with {weight.dim()} dims cannot have its outputs on dim {dim}", FIX_CODE)
+        raise ModelMismatch("head", f"a weight with {weight.dim()} dims cannot have its outputs on dim {dim}", CODE_FIX)
     outputs, groups = weight.shape[dim], offset.numel()
     checks = {
         "number of outputs": settings["outputs"] == outputs,
@@ -299,9 +299,9 @@ def _read_head(where: str, values: Values, tensors: Tensors, parameters: Tensors
     }
     for name, matches in checks.items():
         if not matches:
-            raise ModelMismatch("head", f"its {name} does not match {outputs} outputs in {groups} groups", FIX_CODE)
+            raise ModelMismatch("head", f"its {name} does not match {outputs} outputs in {groups} groups", CODE_FIX)
     if not 0 <= int(partition.min()) <= int(partition.max()) < groups:
-        raise ModelMismatch("head", f"its partition contains groups outside the range 0 to {groups - 1}", FIX_CODE)
+        raise ModelMismatch("head", f"its partition contains groups outside the range 0 to {groups - 1}", CODE_FIX)
     return PublicHead(**(settings | tensors))
 
 
@@ -361,7 +361,7 @@ def check_broadcast(model: nn.Module, broadcast: Broadcast) -> ModelState:
 def _refuse_modes(model: nn.Module, expected: Sequence[str], required: Sequence[str]) -> NoReturn:
     differing = sorted(set(expected) ^ set(required))
     if not differing:
-        raise ModelMismatch("broadcast", "it lists modules in training mode twice or in the wrong order", FIX_CODE)
+        raise ModelMismatch("broadcast", "it lists modules in training mode twice or in the wrong order", CODE_FIX)
     path, mode = differing[0][:80], "train" if differing[0] in required else "eval"
     fix = f"call model.get_submodule({path!r}).{mode}()" if path else f"call model.{mode}()"
     raise ModelMismatch(path or type(model).__name__, f"the broadcast requires this module to be in {mode} mode", fix)

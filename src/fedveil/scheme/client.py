@@ -34,13 +34,13 @@ from fedveil.graph.inputs import Inputs, LayerOutputMode, call, change_recompute
 from fedveil.graph.outputs import choose_output
 from fedveil.graph.plan import ModelState
 from fedveil.graph.units import reshape_along
-from fedveil.scheme.broadcast import FIX_CODE, Broadcast, PublicHead, Update, check_broadcast, check_inputs, select_row
+from fedveil.scheme.broadcast import CODE_FIX, Broadcast, PublicHead, Update, check_broadcast, check_inputs, select_row
 from fedveil.scheme.losses import AUTOGRAD_LOSSES, CLASS_LOSSES, CrossEntropy, Loss, match_targets, sample_weights
 from fedveil.scheme.outputs import head_axis, output_gradient
 from fedveil.wire import Tensors
 
-FIX_FORM = "pass inputs with the shapes and dtypes of the example that was analysed"
-FIX_BACKWARD = "do not checkpoint the layer with additive noise or later layers, and replace x += y with x = x + y"
+FORM_FIX = "pass inputs with the shapes and dtypes of the example that was analysed"
+BACKWARD_FIX = "do not checkpoint the layer with additive noise or later layers, and replace x += y with x = x + y"
 HEAD_NOT_RUN = "forward did not run the layer that has additive noise"
 
 
@@ -50,7 +50,7 @@ def _check_outputs(head: PublicHead, outputs: Tensor) -> None:
     if outputs.dim() <= max(head.axis, 0) or outputs.shape[head.axis] != expected:
         shape = tuple(outputs.shape)
         message = f"its outputs have shape {shape}, but the broadcast expects {expected - 1} on axis {head.axis}"
-        raise ModelMismatch(head.path[:80], message, FIX_CODE)
+        raise ModelMismatch(head.path[:80], message, CODE_FIX)
 
 
 def add_alpha(head: PublicHead, values: Tensors) -> Tensors:
@@ -171,7 +171,7 @@ class _BatchRun:
             buffers = self._copy_buffers()
             with self._load_values(buffers), self._run_candidates(head, range(count)) as outputs:
                 if len(outputs) != count * len(self.targets):  # otherwise uninitialised rows would be sent
-                    raise ModelMismatch(head.path[:80], "the layers after this one couple samples", FIX_CODE)
+                    raise ModelMismatch(head.path[:80], "the layers after this one couple samples", CODE_FIX)
                 for number, part in enumerate(outputs.chunk(count)):
                     self._run_backward(result, number, part, self._cotangent(part), is_last=number == count - 1)
             return result, buffers
@@ -189,7 +189,7 @@ class _BatchRun:
 
     def _call(self) -> Tensor:
         """Return the model's output; if forward fails, raise an error that names the module."""
-        with attribute_failure(self.model, "its forward method fails on this batch", FIX_FORM), resume_autocast():
+        with attribute_failure(self.model, "its forward method fails on this batch", FORM_FIX), resume_autocast():
             return self._restore(call(self.model, each(Tensor.clone, self.inputs)))  # forward may change its inputs
 
     def _restore(self, output: Tensor) -> Tensor:
@@ -226,7 +226,7 @@ class _BatchRun:
         leaves = list(self.leaves.values())
         gradients: Sequence[Tensor | None] = [None] * len(leaves)
         if outputs.requires_grad:
-            with attribute_failure(self.model, "its backward pass fails", FIX_BACKWARD):
+            with attribute_failure(self.model, "its backward pass fails", BACKWARD_FIX):
                 gradients = torch.autograd.grad(outputs, leaves, cotangent, retain_graph=not is_last, allow_unused=True)
         for stack, gradient in zip(stacks.values(), gradients, strict=True):
             if gradient is None:
@@ -245,7 +245,7 @@ class _BatchRun:
         with suppress(_HeadReached), LayerOutputMode(self.values[head.weight], capture):
             self._call()
         if not captured:
-            raise ModelMismatch(head.path[:80], HEAD_NOT_RUN, FIX_CODE)
+            raise ModelMismatch(head.path[:80], HEAD_NOT_RUN, CODE_FIX)
         return captured[0]
 
     @contextmanager
@@ -261,7 +261,7 @@ class _BatchRun:
         with LayerOutputMode(self.values[head.weight], correct) as layer:
             outputs = self._call()
         if not layer.calls:
-            raise ModelMismatch(head.path[:80], HEAD_NOT_RUN, FIX_CODE)
+            raise ModelMismatch(head.path[:80], HEAD_NOT_RUN, CODE_FIX)
         with change_recomputed(self.model, self.values[head.weight], correct):
             yield outputs
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from fedveil.checks import suspend_autocast
 from fedveil.errors import NotExact
-from fedveil.graph.draws import FixedDraws, restore_generators
-from fedveil.graph.foreign_code import run_eagerly
+from fedveil.graph.draws import FixedDraws
+from fedveil.graph.foreign_code import restore_generators, run_eagerly
 from fedveil.graph.inputs import Inputs, each
 from fedveil.scheme.broadcast import Broadcast, check_inputs
 from fedveil.scheme.client import client_step

@@ -20,7 +20,7 @@ from fedveil.graph.solve import Integers
 from fedveil.scheme.broadcast import MAX_DECOYS, MAX_GROUPS
 
 MIN_ADDITIVE, MAX_ADDITIVE = 1e-30, 1e30  # minimum and maximum size of the offset
-FIX_GROUPS = "use groups=1, which costs the least and, on average, hides as much as a larger number of groups"
+GROUPS_FIX = "use groups=1, which costs the least and, on average, hides as much as a larger number of groups"
 MAX_MULTIPLICATIVE = 1e6  # with larger factors, products of a few of them overflow float32
 MAX_STEPS = 16  # maximum number of iterations for the anchor
 QUANTILE = 0.1  # quantile of the columns' squared norms that determines their weights
@@ -104,7 +104,7 @@ class NoiseSettings:
     keep_noise: bool = False
 
     def __post_init__(self) -> None:
-        _check_count("groups", self.groups, MAX_GROUPS, FIX_GROUPS)
+        _check_count("groups", self.groups, MAX_GROUPS, GROUPS_FIX)
         check_range("Veil", "additive", self.additive, MIN_ADDITIVE, MAX_ADDITIVE)
         check_range("Veil", "multiplicative", self.multiplicative, 1.0, MAX_MULTIPLICATIVE)
         if self.decoys is not None:
@@ -116,7 +116,7 @@ class NoiseSettings:
         outputs = plan.head.outputs if plan.head else 1
         if self.groups > outputs:
             message = f"groups must be at most {outputs}, the number of the model's outputs, got {self.groups}"
-            raise BadArgument("Veil", message, FIX_GROUPS)
+            raise BadArgument("Veil", message, GROUPS_FIX)
 
     def draw_units(self, plan: Plan, count: int, entropy: Entropy) -> "list[UnitNoise]":
         """Draw factors and permutations for `count` rounds.

@@ -20,7 +20,7 @@ from fedveil.wire import Tensors
 
 MAX_FLOAT = sys.float_info.max
 MAX_SAMPLES = 2**53  # integers up to this value are exact in float64
-FIX_DROP = "drop this client from the round; lower the learning rate if all clients are affected"
+DROP_FIX = "drop this client from the round; lower the learning rate if all clients are affected"
 MIN_RATIO = 0.5  # minimum ratio of a row's maximum to that of the previous round
 TensorSpec = tuple[torch.Size, torch.dtype]
 
@@ -130,7 +130,7 @@ def check_finite(client: str, kind: str, tensors: Mapping[str, Tensor]) -> None:
     """Refuse a client's tensors if any of them contains NaN or infinity."""
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
-            raise NonFiniteUpdate(client, f"{kind} {name} contains NaN or infinity", FIX_DROP)
+            raise NonFiniteUpdate(client, f"{kind} {name} contains NaN or infinity", DROP_FIX)
 
 
 def are_overflow_safe(tensors: Iterable[Tensor]) -> bool:
@@ -331,7 +331,7 @@ def _refuse_overflow(secret: Recovery, updates: Sequence[Update], shares: Sequen
     sizes = [math.hypot(*(_norm(t) for t in tensor if t.is_floating_point())) for tensor in tensors]
     position = overflowing[0] if overflowing else sizes.index(max(sizes))
     message = f"its values are finite, but overflow {secret.plan.layout.dtype} when the noise is removed"
-    raise NonFiniteUpdate(f"client {position}", message, FIX_DROP)
+    raise NonFiniteUpdate(f"client {position}", message, DROP_FIX)
 
 
 def _is_finite(secret: Recovery, updates: Sequence[Update], shares: Sequence[float]) -> bool:

@@ -221,10 +221,10 @@ def verdict(rows: Sequence[MeasureRow]) -> str:
     if undecided_rows:
         label = "GOOD ENOUGH" if passing_rows else "TOO FEW SEEDS"
         names = "; ".join(map(str, passing_rows or undecided_rows))
-        return f"{label} ({limits}): {names}; undefended {format_percent(reference)} %."
+        return f"{label} ({limits}): {names}. Without a defence, membership is {format_percent(reference)} %."
     affordable_rows = [(membership.value, str(row)) for row, membership, cost in candidates if cost.value <= MAX_COST]
     best_text = f"best at that cost: {min(affordable_rows)[1]}; " if affordable_rows else ""
-    return f"NONE GOOD ENOUGH ({limits}): {best_text}undefended {format_percent(reference)} %."
+    return f"NONE GOOD ENOUGH ({limits}): {best_text}without a defence, membership is {format_percent(reference)} %."
 
 
 class HardenStudy(Study[Hardening, HardeningResults]):

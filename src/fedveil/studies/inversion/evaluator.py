@@ -147,7 +147,7 @@ def wilson(is_hit: Tensor) -> tuple[float, float, float, int, int]:
 
 @dataclass(frozen=True, eq=False)
 class Evaluator:
-    """The judge, the private images, and the judge's features of these images."""
+    """Evaluates reconstructions with a judge, given the features that it extracts from the private images."""
 
     data: Data
     judge: nn.Module

@@ -38,7 +38,7 @@ class MembershipOptions:
 
     shadows: int = option(4, "number of shadow federations for RMIA and LiRA; 0 for none")
     lira: bool = option(False, "also run LiRA, which needs at least 16 shadows")
-    full: bool = option(True, "also run the white-box network with the label, the loss and the final layer's gradient")
+    full: bool = option(True, "also run a white-box network with the label, the loss and the head's gradient as inputs")
     attack_epochs: int = option(50, "number of training epochs of the white-box network")
     attack_lr: float = option(1e-3, "learning rate of the white-box network")
 
