@@ -239,3 +239,21 @@ def test_a_weight_with_one_matrix_has_factors_for_its_columns_unless_it_is_broad
     sizes = {axis.written_by[0]: axis.size for axis in planned(model, inputs).axes}
     assert sizes["weight"] == (6 if stacks == 1 else 1)  # columns, or all of them together
     assert recovery_error(model, inputs, targets, multiplicative=10.0) < 1e-9
+
+
+def take_at_maximum(model, x):
+    """Read one convolution at the channel, or at the row, where another is largest."""
+    channel = model.first(x).max(1, keepdim=True).indices
+    row = model.first(x).max(2, keepdim=True).indices
+    pixels = model.second(x).gather(1, channel).expand(-1, 4, -1, -1) * model.gain
+    return model.head((pixels + model.second(x).gather(2, row)).mean((2, 3)))
+
+
+def test_positions_of_maxima_move_with_their_channels():
+    layers = {"first": nn.Conv2d(3, 4, 3), "second": nn.Conv2d(3, 4, 3), "head": nn.Linear(4, 3)}
+    model = built(lambda: Network(take_at_maximum, gain=nn.Parameter(torch.rand(4, 1, 1) + 0.5), **layers))
+    inputs, targets = batch((3, 6, 6), 3)
+    model.first.requires_grad_(False)  # it only selects
+    for seed in range(4):
+        torch.manual_seed(seed)
+        assert recovery_error(model, inputs, targets, groups=2, multiplicative=10.0) < 1e-9

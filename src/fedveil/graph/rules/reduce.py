@@ -20,7 +20,12 @@ def _(call: Call) -> Outcome:
     rank = call.x.value.dim()
     call.limit(call.x.units.scale, Symmetry.POSITIVE if call.name in MAXIMA else Symmetry.EVERYTHING)
     dims = frozenset(range(rank - count_spatial_dims(call.name), rank))
-    return call.pack(mix_neighbours(call, call.x.units, dims))
+    return _with_indices(call, mix_neighbours(call, call.x.units, dims))
+
+
+def _with_indices(call: Call, units: Units) -> Outcome:
+    """Return the units of maxima, and those of their positions: a channel's positions move along with it."""
+    return units if isinstance(call.output, Tensor) else [units, Units((), units.order)]
 
 
 def _reduce(call: Call, units: Units) -> Units:
@@ -38,8 +43,11 @@ def _reduce(call: Call, units: Units) -> Units:
 def _(call: Call) -> Outcome:
     if len(call.operands) > 1:
         return maximum(call)
-    call.limit(call.x.units.scale, Symmetry.POSITIVE)
-    return call.pack(_reduce(call, call.x.units))
+    units = call.x.units
+    call.limit(units.scale, Symmetry.POSITIVE)
+    if not isinstance(call.output, Tensor):  # the positions along `dim` are also returned
+        units = Units(units.scale, call.ledger.fix_along(units.order, frozenset({call.dim()})))
+    return _with_indices(call, _reduce(call, units))
 
 
 rule("sum", "mean")(lambda call: _reduce(call, call.x.units))
