@@ -3,22 +3,24 @@
     FEDVEIL_DATA=../shared/data python -m benchmarks.budgets [--data digits bank cifar10] [--seeds 5] [--budgets 3 8]
 
 Plain training with `Privacy(unit="record")`, noise by the server, delta 1e-5: digits with an MLP 64-100-10, bank with
-63-50-1 and binary cross-entropy, CIFAR-10 (50,000 images) with a linear model on features that were fixed beforehand
-(`benchmarks.patches`). Mean over seeds, with Student's 95 % interval; a seed decides the initial model and which client
-has which records. For CIFAR-10 it decides neither, since the model starts at 0 and every round uses all records: the
-interval is that of the noise alone, and without privacy all seeds give the same figure. The last row of digits and bank
-is the guarantee for clients with the same budget. Each training is a JSON file in the folder's `work`, and a run that
-was stopped continues; delete the files after a change of settings.
+63-50-1 and binary cross-entropy, CIFAR-10 (50,000 images) with GroupNorm and a linear layer on features that were fixed
+beforehand (`benchmarks.patches`). Mean over seeds, with Student's 95 % interval; a seed decides the initial model and
+which client has which records. For CIFAR-10 it decides neither, since the model starts at 0 and every round uses all
+records: the interval is that of the noise alone, and without privacy all seeds give the same figure. The last row of
+digits and bank is the guarantee for clients with the same budget. Each training is a JSON file in the folder's `work`,
+and a run that was stopped continues; delete the files after a change of settings.
 
 Rate, rounds, clip and learning rate of digits and bank were chosen by looking at such runs on the test records. For
 CIFAR-10, these settings, and the features, were chosen on the last 5,000 training images, with models trained on the
 others or on fewer, in a simulation of this training; about 150 settings were tried, with 14 kinds of features. The
 final models are trained on all 50,000. Before that, four learning rates for other features (wavelet scattering) had
-been compared on test images; none of them is used here. A first evaluation on test images, of ten models that also had
-a bias, gave 55 to 59 %: the simulation has no bias, and with a bias these learning rates diverge. It was discarded, and
-the cause was found on the held-out training images. Epsilon does not cover these choices, nor the published means and
-deviations of the training images, with which pixels are standardised. The row "none" is the same training without
-clipping and noise, with its own learning rate, chosen in the same way.
+been compared on test images; none of them is used here. GroupNorm was added after a model without it, on rows of norm
+1, had been evaluated on the test images (69.4 % at epsilon 3, 70.6 % at 8, 71.9 % without). A first evaluation on
+test images, of ten models that also had a bias, gave 55 to 59 %: the simulation has no bias, and with a bias these
+learning rates diverge. It was discarded, and the cause was found on the held-out training images. Epsilon does not
+cover these choices, nor the published means and deviations of the training images, with which pixels are
+standardised. The row "none" is the same training without clipping and noise, with its own learning rate, chosen in
+the same way.
 """
 
 import argparse
@@ -40,11 +42,10 @@ PUBLISHED = {
         "",
         "The intervals are those of the noise alone: nothing else in this training is random.",
         "",
-        "This model contains no GroupNorm. It is linear, on features that are fixed beforehand; statistics of a record "
-        "are used only where they are computed: each patch is standardised, and each row of features has norm 1. "
-        "`torch.nn.GroupNorm(1, 4000, affine=False)` in place of that norm would, apart from a factor that clip and "
-        "learning rate compensate, only subtract the mean of a row, one of 4,000 directions. It has not been measured, "
-        "nor has a convolutional network with GroupNorm at this size.",
+        "The model is `Sequential(GroupNorm(1, 4000, affine=False), Linear(4000, 10, bias=False))`, on fixed features. "
+        "In simulations on held-out training images, one each, 1 group gave 69.6 % at epsilon 3 and "
+        "71.1 % at 8, 8 groups 69.4 and 70.9 %, 25 groups 69.2 and 70.6 %, and rows of norm 1 without GroupNorm 69.6 "
+        "and 71.2 %. A convolutional network with GroupNorm was not measured at this size.",
         "",
         "Published, without other data, delta 1e-5, not federated: 67.0 % at epsilon 3 with a linear model on wavelet "
         "scattering, 69.3 % with a small CNN on it (Tramèr and Boneh, arXiv 2011.11660); 81.4 % at epsilon 8 with a "

@@ -267,7 +267,7 @@ def completion(
 
 
 def _choose(name: str, subcommands: Sequence[Any]) -> Any:
-    """Return a command that consists of the given subcommands."""
+    """Return a command that groups the given subcommands."""
 
     def choose(command: Any) -> None:
         """Choose a subcommand."""

@@ -320,7 +320,7 @@ def reproduce(
         tuple[str, ...], arg(metavar="NAME [NAME ...]", help=EXHIBITS_HELP, help_behavior_hint="(required)")
     ],
     scale: Annotated[Literal["quick", "cpu", "paper"], arg(help=SCALES_HELP)] = "quick",
-    device: Annotated[str, arg(help="device to compute on: cpu, cuda, cuda:1 ...")] = "cpu",
+    device: Annotated[str, arg(help="device to compute on: cpu, cuda, cuda:1, ...")] = "cpu",
     out: Out = None,
     workers: Workers = None,
 ) -> None:

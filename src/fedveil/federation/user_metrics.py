@@ -97,7 +97,7 @@ def _check_order(where: str, function: MetricFunction, takes_probabilities: bool
     if names and names[0] in PREDICTION_NAMES:
         message = f"metrics are called as f(targets, predictions), but this function's parameters are ({parameters})"
         call = f"lambda targets, predictions: {function_name}(predictions, targets)"
-        fix = f"pass {call}, or an object with update and compute"
+        fix = f"pass {call}, or an object with update, compute and reset"
         raise BadArgument(where, message, fix)
     if not takes_probabilities and (function_name == "log_loss" or (names[1:] and names[1] in PROBABILITY_NAMES)):
         message = f"metrics receive predicted classes, not scores, but this function's parameters are ({parameters})"
@@ -125,7 +125,9 @@ def compute_metrics(
             arguments = expected.flatten(), _probabilities(where, outputs, targets, loss, axis)
             value = _call(where, metric.function, *arguments)
         elif isinstance(metric, MetricObject):
-            value = _update(where, metric, _as_torchmetrics(outputs, expected, classes is not None, axis), expected)
+            value = _compute_metric(
+                where, metric, _as_torchmetrics(outputs, expected, classes is not None, axis), expected
+            )
         else:
             predictions = outputs if classes is None else classes.predicted
             value = _call(where, metric, expected, predictions.reshape(expected.shape))
@@ -160,7 +162,7 @@ def _call(where: str, function: MetricFunction, targets: Tensor, predictions: Te
         return function(targets, predictions)
 
 
-def _update(where: str, metric: MetricObject, outputs: Tensor, targets: Tensor) -> object:
+def _compute_metric(where: str, metric: MetricObject, outputs: Tensor, targets: Tensor) -> object:
     device = getattr(metric, "device", CPU)
     message, fix = f"{type(metric).__name__} failed", "choose its task and number of classes to fit the model's outputs"
     with refuse_failure(where, message, fix), torch.no_grad():

@@ -71,7 +71,7 @@ def restrict(plan: "Plan", *, factors: bool, permutations: bool) -> "Plan":
 
 
 def measure_shares(plan: "Plan") -> MappingProxyType[str, float]:
-    """Return the fraction of parameter values per kind of perturbation; each value is counted as its strongest kind."""
+    """Return the fraction of parameter values for each kind of perturbation; a value counts for its strongest kind."""
     symmetries = plan.symmetries[plan.slots.unit]
     has_factor, has_scale, has_order = (symmetries & Symmetry.POSITIVE) > 0, symmetries > 0, plan.slots.order > 0
     counts = np.zeros(len(KINDS), np.int64)

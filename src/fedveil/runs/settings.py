@@ -177,7 +177,7 @@ class TrainingSettings(Settings):
     participation: Fraction = _key(1.0, "fraction of the clients that take part in each round")
     fuse: bool = _key(True, "compute all clients' gradients in one pass if samples are independent", rare=True)
     seed: int = _key(0, "seed for the initial model and the order of records and clients")
-    device: str = _key("cpu", "device to compute on: cpu, cuda, cuda:1 ...")
+    device: str = _key("cpu", "device to compute on: cpu, cuda, cuda:1, ...")
     checkpoint_every: Annotated[int, Field(ge=0)] = _key(
         0, "number of rounds between checkpoints; 0 for one per epoch", rare=True
     )

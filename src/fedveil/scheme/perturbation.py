@@ -59,7 +59,7 @@ class Perturbation(MemoryOnly):
 
     @property
     def recovery(self) -> Recovery:
-        """The secret of the broadcast; raises BadArgument after `release`."""
+        """The broadcast's secret; raises BadArgument after `release`."""
         if self._recovery is None:
             message = "the secret of this round has been released"
             raise BadArgument("recover", message, "recover the gradient before release(), or perturb the model again")
