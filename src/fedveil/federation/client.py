@@ -221,7 +221,7 @@ class ClientSession:
         if party is None or digest is None:
             problem = "the server asks for secure aggregation, but this client has no identity for it"
             raise BadArgument(
-                "request", problem, "run `fedveil keys new NAME`, then get a roster that includes this client"
+                "request", problem, "run `fedveil keys new NAME`, then get a roster that lists this client"
             )
         dp_round = self._protect_records(request, party)
         ticket, clip = admit(request, message, digest, party, self._model, dp_round)
