@@ -220,9 +220,7 @@ class ClientSession:
             raise BadArgument("request", problem, "set secure_aggregation=True on the server")
         if party is None or digest is None:
             problem = "the server asks for secure aggregation, but this client has no identity for it"
-            raise BadArgument(
-                "request", problem, "run `fedveil keys new NAME`, then get a roster that lists this client"
-            )
+            raise BadArgument("request", problem, "run `fedveil keys new NAME`, then get a roster that lists it")
         dp_round = self._protect_records(request, party)
         ticket, clip = admit(request, message, digest, party, self._model, dp_round)
         task, opening = self._decode(request), ticket.opening
