@@ -354,7 +354,7 @@ def test_padding_for_which_the_model_fails_is_ignored_and_records_are_not():
 
 def reject_zeros(outputs, targets):
     """A loss that is undefined for targets of 0."""
-    return -torch.distributions.LogNormal(outputs, 1.0).log_prob(targets).sum(1)
+    return -torch.distributions.LogNormal(outputs, 1.0, validate_args=True).log_prob(targets).sum(1)
 
 
 @pytest.mark.parametrize("kind", ["stack", "convolution"])

@@ -36,7 +36,7 @@ class ModelAuditCommand:
     others: Annotated[Path | None, arg(help=OTHERS_HELP, help_behavior_hint="(required)")] = None
     target: Annotated[str, arg(help=TARGET_HELP, help_behavior_hint="")] = ""
     task: Annotated[Literal["classification", "regression"] | None, arg(help=TASK_HELP, help_behavior_hint="")] = None
-    size: Annotated[int, arg(help="side of the images in pixels; pixels are in [0, 1]")] = 32
+    size: Annotated[int, arg(help="side length of the images in pixels; pixels are in [0, 1]")] = 32
     loss: Annotated[str, arg(help=LOSS_HELP, help_behavior_hint="")] = ""
     train: Annotated[str, arg(help=TRAIN_HELP, help_behavior_hint="")] = ""
     shadows: Annotated[int, arg(help="number of shadow models, if --train is given")] = 16

@@ -66,7 +66,7 @@ def _load(
             of train|test/<class>/<image>.
         train_size: number of training records, divided equally among the classes; all 50,000 by default.
         test_size: number of test records, chosen in the same way; all 10,000 by default.
-        size: side of the images in pixels: 32, or 16 or 8 by averaging neighbouring pixels.
+        size: side length of the images in pixels: 32, or 16 or 8 by averaging neighbouring pixels.
     """
     has_batches = path.is_file() and path.name.endswith((".tar.gz", ".tgz", ".tar"))
     if has_batches or (path / variant.batches[0]).is_file():

@@ -71,7 +71,7 @@ def images(
     Args:
         path: path of the folder or zip file, which contains train/<class>/<image> and test/<class>/<image>, or only the
             former, or <class>/<image>. No class may be called train or test.
-        size: side of the images in pixels; images of another size are resized without keeping their aspect ratio.
+        size: side length of the images in pixels; other images are resized without keeping their aspect ratio.
         train_size: number of training records, chosen in proportion to the class sizes; all by default.
         test_size: number of test records, chosen in the same way.
         test_share: fraction of the images to test on if there is no folder test/, between 0 and 1; 0.2 by default.

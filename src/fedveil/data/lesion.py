@@ -33,7 +33,7 @@ def lesion(
         path: a folder or zip file with the images; HAM10000_metadata.csv must be in it or next to it.
         train_size: number of training records, chosen in proportion to the class sizes; all by default.
         test_size: number of test records, chosen in the same way.
-        size: side of the images in pixels, at most 64, as in the paper.
+        size: side length of the images in pixels, at most 64, as in the paper.
     """
     archive = open_archive(path)
     table = _read_metadata(archive)

@@ -75,7 +75,7 @@ def refuse_buffers(name: str, model: nn.Module, example: Inputs) -> None:
     from fedveil.defences.private import find_mutated_tensors  # imported here because most filters do not need it
 
     if changing_tensors := find_mutated_tensors(model, example):
-        message = f"{changing_tensors[0]} depends on the clients' data, and is sent without noise"
+        message = f"{changing_tensors[0]} depends on the clients' data and is sent without noise"
         raise BadArgument(name, message, "use GroupNorm or LayerNorm instead of BatchNorm (--norm none for a ResNet)")
 
 

@@ -33,7 +33,7 @@ def digest_parameters(parameters: Mapping[str, Tensor]) -> str:
 
 
 def omit_local(packed: Packed, names: Mapping[str, Tensor]) -> Packed:
-    """Return an encoded broadcast without the values of these parameters."""
+    """Return an encoded broadcast without the values of the named parameters."""
     values, tensors = packed
     omitted_names = add_prefix("parameter", dict(names))
     return values, {name: tensor for name, tensor in tensors.items() if name not in omitted_names}

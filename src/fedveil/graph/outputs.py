@@ -164,7 +164,7 @@ def read_choice(where: str, text: str, client_output: Output | None) -> Output |
     """Return the choice that the server described; refuse a choice that differs from the client's.
 
     Args:
-        where: the function that the client called, for messages.
+        where: the name of the function that the client called, for error messages.
         text: the result of `describe_output`.
         client_output: the client's choice; required if the server's choice is a function.
     """

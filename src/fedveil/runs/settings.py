@@ -64,7 +64,7 @@ class NamedSettings(Settings):
 class DataSettings(NamedSettings):
     """The records, and how they are divided among clients."""
 
-    data: str = _key("digits", "data set (see fedveil data list), or package.module:factory")
+    data: str = _key("digits", "data set (`fedveil data list` prints all), or package.module:factory")
     path: str | None = _key(None, "file or folder to read; by default, files in FEDVEIL_DATA", f"bank csv {IMAGE_DATA}")
     train_size: PositiveInt | None = _key(None, "use only this many training records", SIZED_DATA)
     test_size: PositiveInt | None = _key(None, "use only this many test records", SIZED_DATA)
@@ -89,7 +89,9 @@ class DataSettings(NamedSettings):
         "standardise with statistics of the training records, or with public constants (default with privacy)",
         SCALED_DATA,
     )
-    size: PositiveInt | None = _key(None, "side of the images in pixels; by default 32, or 64 for lesion", IMAGE_DATA)
+    size: PositiveInt | None = _key(
+        None, "side length of the images in pixels; by default 32, or 64 for lesion", IMAGE_DATA
+    )
     labels: str | None = _key(None, "classes to train on, such as 0-4 or first-half; by default all", rare=True)
     clients: PositiveInt = _key(5, "number of clients to divide the training records among")
     split: Literal["iid", "dirichlet", "column"] = _key("iid", "how to divide the records among clients")

@@ -1,4 +1,4 @@
-"""Compare a recovered gradient with the plain one, and refuse a difference that rounding does not explain.
+"""Compare a recovered gradient with the plain one, and raise an error if rounding cannot explain the difference.
 
 The first round of a run compares them on one batch, at the cost of a step. Both passes draw the same constants in place
 of random numbers, because dropout would drop different units of a permuted model.

@@ -48,7 +48,7 @@ MIN_EXPONENT, MAX_EXPONENT = -32, 96
 """The range of exponents that clients accept."""
 
 MAX_MAGNITUDE = 2.0**512
-"""The largest magnitude allowed in a client's mean, which still fits in a float64 after scaling."""
+"""Magnitudes in a client's mean must be below this, so that they fit in a float64 after scaling."""
 
 CHECKS = 2
 """The number of check words per row."""

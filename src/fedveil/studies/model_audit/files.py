@@ -66,7 +66,7 @@ def read_members_and_others(
         others: a file or folder of the same kind.
         target: the column of a CSV file to predict; by default the last one. All other columns are inputs.
         task: whether targets are classes or numbers; by default, integers are classes.
-        size: side of the images in pixels; pixels are in [0, 1].
+        size: side length of the images in pixels; pixels are in [0, 1].
     """
     paths = members, others
     if all(path.is_dir() for path in paths):
