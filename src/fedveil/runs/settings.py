@@ -64,7 +64,7 @@ class NamedSettings(Settings):
 class DataSettings(NamedSettings):
     """The records, and how they are divided among clients."""
 
-    data: str = _key("digits", "data set (`fedveil data list` prints all), or package.module:factory")
+    data: str = _key("digits", "data set (see `fedveil data list`) or package.module:factory")
     path: str | None = _key(None, "file or folder to read; by default, files in FEDVEIL_DATA", f"bank csv {IMAGE_DATA}")
     train_size: PositiveInt | None = _key(None, "use only this many training records", SIZED_DATA)
     test_size: PositiveInt | None = _key(None, "use only this many test records", SIZED_DATA)
