@@ -100,8 +100,8 @@ class SingleThreadLock:
 def suspend_autocast() -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Return a decorator that runs a function without torch.autocast until `resume_autocast`; it accepts only bfloat16.
 
-    Noise, sums over clients and recovery must not be rounded. In bfloat16, a perturbed forward pass is as close to its
-    float32 result as an unperturbed one (benchmarks/autocast.py).
+    Noise, sums over clients and recovery must be computed in full precision. In bfloat16, a perturbed forward pass is
+    as close to its float32 result as an unperturbed one (benchmarks/autocast.py).
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:

@@ -157,7 +157,8 @@ def rmia_forms(outputs: Array, shadows: Shadows) -> Iterator[Form]:
     """Yield forms of RMIA: likelihoods exp(-scale loss / mean loss), probabilities of the true class, and values of a.
 
     The first form is used if there are too few shadows: probabilities, exp(-loss), for cross-entropy, and exp(-loss /
-    mean loss) for other losses. With squared error, most probabilities of a confident model round to 1.
+    mean loss) for other losses. With squared error, most of a confident model's probabilities for the true class round
+    to 1.
     """
     signals = shadows.signals(outputs)
     logs = {f"exp(-{scale} loss / mean)": [-scale * value for value in signals["loss"]] for scale in SCALES}

@@ -97,7 +97,7 @@ def csv(
         table = _unify_spelling(table, target)
     if len(set(table.columns[target])) == 1:
         message = f"every record has the value {table.columns[target][0]!r}"
-        table.refuse_column(target, message, "use a target with at least two different values")
+        table.reject_column(target, message, "use a target with at least two different values")
     _note_columns(table, inputs, notes)
     scale, classes = None, tuple[str, ...]()
     if task == "classification":
@@ -259,7 +259,7 @@ def _list_categories(table: CsvTable, column: str, purpose: str, alternative: st
     if len(values) > MAX_CATEGORIES:
         message = f"{len(values):,} distinct values are too many for {purpose} (at most {MAX_CATEGORIES:,})"
         fix = f"use {alternative}; write amounts without currency signs and separators, and dates as numbers of days"
-        table.refuse_column(column, message, fix)
+        table.reject_column(column, message, fix)
     return values
 
 

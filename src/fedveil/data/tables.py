@@ -63,7 +63,7 @@ class CsvTable:
         """Raise an error about one cell."""
         raise BadArgument(f"{self.path}, {self.unit} {self.lines[row]}, column {column!r}", message, fix)
 
-    def refuse_column(self, column: str, message: str, fix: str) -> NoReturn:
+    def reject_column(self, column: str, message: str, fix: str) -> NoReturn:
         """Raise an error about a column."""
         raise BadArgument(f"{self.path}, column {column!r}", message, fix)
 
@@ -161,7 +161,7 @@ class CsvTable:
         missing_values = find_missing_values(words, ("",) if as_words else MISSING_NUMBERS if is_numeric else MISSING)
         if values == missing_values:
             fix = f"use {flag('ignore', name)}, or another target if it is the target"
-            self.refuse_column(name, "every cell is missing", fix)
+            self.reject_column(name, "every cell is missing", fix)
         return Column(name, is_numeric, missing_values, frozenset(words) - missing_values)
 
     def drop_missing(
@@ -211,7 +211,7 @@ class CsvTable:
                 numbers = [value for cell in cells if (value := number(cell, self.decimal)) is not None]
                 if not numbers:
                     fix = f"use {flag('ignore', column.name)}"
-                    self.refuse_column(column.name, "every cell in the training part is missing", fix)
+                    self.reject_column(column.name, "every cell in the training part is missing", fix)
                 fills[column.name] = float(np.median(numbers))
         return fills
 

@@ -294,7 +294,7 @@ def move_to_device(model: nn.Module, device: str) -> nn.Module:
 
 
 def build_federation(config: Config, data: Data, defence: AnyDefence | None = None) -> Federation:
-    """Build the federation of a configuration.
+    """Build the federation that a configuration describes.
 
     Args:
         config: the configuration.

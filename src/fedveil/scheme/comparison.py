@@ -1,7 +1,7 @@
 """Compare a recovered gradient with the plain one, and raise an error if rounding cannot explain the difference.
 
-The first round of a run compares them on one batch, at the cost of a step. Both passes draw the same constants in place
-of random numbers, because dropout would drop different units of a permuted model.
+The first round of a run compares them on one batch, at the cost of a step. In both passes, random numbers are replaced
+with the same constants; otherwise, dropout would drop different units in the permuted model.
 
 Rounding explains a difference of n e |g| for n operations that each round by the recorded error e. If the difference is
 larger, both gradients are computed again with parameters that differ in the last digit: rounding in each of the n

@@ -46,11 +46,11 @@ def read_values(path: Path) -> Mapping[str, Tensor]:
         result = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds of errors for files in other formats
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
-        fix = "save the values only: torch.save(model.state_dict(), path)"
+        fix = "save only the state dict: torch.save(model.state_dict(), path)"
         raise BadArgument(str(path), f"cannot be read without running code: {first_line:.200}", fix) from error
     result = result.get(NESTED, result) if isinstance(result, Mapping) else result
     if not isinstance(result, Mapping) or not all(isinstance(value, Tensor) for value in result.values()):
-        fix = "save the values only: torch.save(model.state_dict(), path)"
+        fix = "save only the state dict: torch.save(model.state_dict(), path)"
         raise BadArgument(str(path), "it does not contain named tensors", fix)
     return result
 
