@@ -34,7 +34,7 @@ SIZE_KEYS = ("train_size", "test_size")  # their defaults for one data set do no
 
 @dataclass(frozen=True)
 class FlagSet:
-    """The configuration keys that are flags of a command.
+    """The configuration keys that a command accepts as flags.
 
     Attributes:
         accepts: function that returns whether a key is a flag.

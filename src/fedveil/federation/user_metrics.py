@@ -109,7 +109,7 @@ def compute_metrics(
 ) -> dict[str, float]:
     """Return the value of each metric.
 
-    A function is called as f(targets, predictions), on the CPU: for classes, predictions are the indices of the
+    A function is called as f(targets, predictions), on the CPU: in classification, predictions are the indices of the
     predicted classes. An object is called as update(outputs, targets), then compute(), with classes on axis 1.
     """
     outputs, targets, _ = select_positions(outputs, targets, loss)

@@ -42,7 +42,7 @@ def as_dicts(inputs: Inputs) -> Inputs:
     if isinstance(inputs, Tensor):
         return inputs
 
-    def convert(leaf: object) -> object:  # pytree regards mappings of unknown types as leaves
+    def convert(leaf: object) -> object:  # pytree treats mappings of unregistered types as leaves
         return as_dicts(dict(leaf)) if isinstance(leaf, Mapping) else leaf
 
     return cast(Inputs, pytree.tree_map(convert, inputs))

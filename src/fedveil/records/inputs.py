@@ -17,7 +17,7 @@ Batch = tuple[Inputs, Tensor]
 def as_dicts(inputs: object) -> object:
     """Convert all mappings in the inputs, such as a tokenizer's BatchEncoding, to dicts."""
 
-    def convert(leaf: object) -> object:  # pytree regards mappings of unknown types as leaves
+    def convert(leaf: object) -> object:  # pytree treats mappings of unregistered types as leaves
         return as_dicts(dict(leaf)) if isinstance(leaf, Mapping) else leaf
 
     return inputs if isinstance(inputs, Tensor) else pytree.tree_map(convert, inputs)

@@ -206,7 +206,7 @@ class PrivacySettings(Settings):
     noise_by: Literal["server", "clients"] = _key("server", "who adds the noise", rare=True)
     colluding: PositiveInt = _key(1, "number of clients that may collude and reveal their noise", rare=True)
     vanishing: Annotated[int, Field(ge=0)] = _key(0, "number of clients that may drop out of a sum", rare=True)
-    secure_aggregation: bool = _key(False, "mask updates, so that the server sees only their sum")
+    secure_aggregation: bool = _key(False, "mask updates so that the server sees only their sum")
 
 
 class LimitSettings(Settings):

@@ -121,7 +121,7 @@ class Tally:
 
     @property
     def conflicting_members(self) -> set[str]:
-        """The members that complained about others, or disagree with others about the seed of their pair."""
+        """The members that complained about another member, or that disagree with one about the seed of their pair."""
         return set(self._complaints) | self._disputants
 
     @property

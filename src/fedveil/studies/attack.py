@@ -125,7 +125,7 @@ class AttackStudy(Study[AttackRequest[O], Results[R]], Generic[O, R]):
         return JobGraph(jobs, lambda results: {name: results[job] for name, job in attacks.items()})
 
     def present(self, request: AttackRequest[O], results: Results[R]) -> Presentation:
-        """Complete the presentation from `show` with the title, the summary, failures and the configuration."""
+        """Add the title, the summary, any failures and the configuration to the presentation that `show` returns."""
         config = request.config
         values = {name: value for name, value in config.flat().items() if name != "defence"}
         values |= plain_values(request.options)

@@ -94,7 +94,7 @@ class AuditOptions:
 
     trials: int = option(20, "number of records that the attacker tries to reconstruct, each in a new federation")
     broadcasts: int = option(10, "number of broadcasts to sample under a veil, each with new noise")
-    network: bool = option(True, "also infer membership with white-box networks")
+    network: bool = option(True, "also run the white-box attack, which trains a network")
     shadows: int = option(2, "number of shadow federations for RMIA, which must be even; 0 for none")
     lira: bool = option(False, "also run LiRA, which needs at least 16 shadows")
     server: bool = option(True, "also run the attacks of a curious server if the records are images")
