@@ -339,7 +339,7 @@ def _find_obstacle(layer: nn.Module, name: str, q: int, fan_in: int, *, is_share
 
 
 def check_sketch(name: str, inputs: Tensor, signs: Tensor, fan_in: int) -> None:
-    """Refuse a sketch with invalid indices or dtypes, more entries than inputs, or a different number of signs."""
+    """Refuse a sketch whose indices, dtypes or shapes are invalid, or with more than `fan_in` entries."""
     is_valid = inputs.dim() == 2 and inputs.shape == signs.shape and 0 < inputs.numel() <= fan_in
     is_valid = is_valid and inputs.dtype == torch.int32 and signs.dtype == torch.int8
     if not is_valid or not 0 <= int(inputs.min()) <= int(inputs.max()) < fan_in:

@@ -45,7 +45,7 @@ def read_settings(folder: Path) -> dict[str, Setting]:
 
 
 def list_settings(server: "Server") -> dict[str, Setting]:
-    """Return the settings of a server as plain values; settings that are None or unknown are omitted."""
+    """Return the settings of a server as plain values; omit those that are None or are not plain values."""
     description = describe_run(server)
     terms, optimizer = description.terms, description.optimizer.rpartition(".")[2]
     values: dict[str, object] = {

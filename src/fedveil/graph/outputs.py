@@ -128,7 +128,7 @@ def _check_dense(where: str, predictions: Tensor) -> Tensor:
 
 
 def _list_entries(forward_output: object) -> dict[str, object]:
-    """Return the entries of a mapping, a named tuple, a dataclass, a tuple or a list by name."""
+    """Return the entries of a mapping, dataclass, (named) tuple or list as a dict, by name or index."""
     if isinstance(forward_output, Mapping):
         return {str(key): value for key, value in forward_output.items()}
     if isinstance(forward_output, tuple | list):

@@ -51,8 +51,10 @@ def collect_data(federation: Federation, test: UserRecords, name: str) -> Data:
         source = Rows("test data", *source.take(range(len(source))))
     make_targets = target_maker(federation.model, federation.loss, (inputs[:1], shards.targets[:1]))
     parts = (inputs, shards.targets), (one_tensor("test data", source.inputs), make_targets(source.targets))
-    is_class = isinstance(federation.loss, CLASS_LOSSES)
-    train, held_out = ((part[0].cpu(), _class_indices(part[1].cpu()) if is_class else part[1].cpu()) for part in parts)
+    has_class_targets = isinstance(federation.loss, CLASS_LOSSES)
+    train, held_out = (
+        (part[0].cpu(), _class_indices(part[1].cpu()) if has_class_targets else part[1].cpu()) for part in parts
+    )
     return from_records(name, train, held_out)
 
 
